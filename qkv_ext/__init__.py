@@ -1,0 +1,33 @@
+"""Attention on the CPU for NumPy arrays: softmax(Q Kᵀ / √D) V, fast, small and exact about masks."""
+
+from importlib.metadata import PackageNotFoundError as _NotInstalled
+from importlib.metadata import version as _version
+
+from qkv_ext._backends import PerformanceWarning, backends
+from qkv_ext._config import show_config
+from qkv_ext._packed import PackedWeight
+from qkv_ext.attention import scaled_dot_product_attention
+from qkv_ext.linear import linear_projection, matmul, pack_weight, softmax
+from qkv_ext.multihead import MultiHeadAttention, ProjectedKV, cross_attention, self_attention
+
+try:
+    __version__ = _version("qkv_ext")
+except _NotInstalled:  # a clone that was never installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "MultiHeadAttention",
+    "PackedWeight",
+    "PerformanceWarning",
+    "ProjectedKV",
+    "__version__",
+    "backends",
+    "cross_attention",
+    "linear_projection",
+    "matmul",
+    "pack_weight",
+    "scaled_dot_product_attention",
+    "self_attention",
+    "show_config",
+    "softmax",
+]

@@ -1,0 +1,181 @@
+"""Which backends there are, which one serves a call, and why one does not.
+
+A backend is the functions that read a checked problem and write its output arrays.  The compiled
+modules serve every instruction set that this machine can run, each under its own name; "numpy" is
+simply the slowest of them and is always there.  Nothing here is changed after import.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qkv_ext import _numpy, _threads
+
+_COMPILED_MODULES = ("_kernels", "_matmul", "_softmax", "_attention")
+_FLOAT64 = np.dtype(np.float64)
+
+
+class PerformanceWarning(UserWarning):
+    """The call is right, but a compiled backend could not serve it."""
+
+
+class Backend(NamedTuple):
+    """One name of ``backends()`` with the functions that compute; each takes (problem, isa)."""
+
+    name: str
+    isa: int  # the place in the compiled kernel table, -1 for NumPy
+    attention: Callable[[Any, int], None]
+    product: Callable[[Any, int], None]
+    softmax: Callable[[Any, int], None]
+
+
+def _flag(name: str) -> bool:
+    value = os.environ.get(name, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{name} is {value!r}; expected 1, 0 or nothing")
+    return value == "1"
+
+
+def _fail_or_warn(required: bool, message: str, cause: BaseException | None) -> None:
+    if required:
+        raise ImportError(f"{message} (QKV_EXT_REQUIRE_C=1 forbids the fallback)") from cause
+    warnings.warn(f"{message}; the NumPy backend serves instead", RuntimeWarning, stacklevel=2)
+
+
+def _installed() -> bool:
+    try:
+        importlib.metadata.distribution("qkv_ext")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _load(required: bool) -> tuple[dict[str, Any], str]:
+    """The compiled modules by name, or none of them and the reason.
+
+    A module that was never built is silent where the package is installed (an installation without
+    a compiler).  One that is there and does not load is told once; any other exception in it is a
+    bug and propagates.
+    """
+    modules = {}
+    for name in _COMPILED_MODULES:
+        full = f"qkv_ext.{name}"
+        try:
+            modules[name] = importlib.import_module(full)
+        except ModuleNotFoundError as error:
+            if error.name != full:
+                raise
+            reason = f"{full} was not built: no C compiler at install time, or its build failed"
+            if required:
+                _fail_or_warn(required, reason, error)
+            elif not _installed():
+                reason = f"{full} was not built: this is an unbuilt clone, see 'pip install -e .'"
+                _fail_or_warn(required, reason, error)
+            return {}, reason
+        except (ImportError, OSError) as error:
+            reason = f"{full} does not load: {error}"
+            _fail_or_warn(required, reason, error)
+            return {}, reason
+    return modules, ""
+
+
+_modules, NOT_COMPILED = _load(_flag("QKV_EXT_REQUIRE_C"))  #: modules, or why there are none
+
+_TABLE: dict[str, Backend] = {
+    "numpy": Backend("numpy", -1, _numpy.attention, _numpy.product, _numpy.softmax)
+}
+COMPILED_IN: tuple[str, ...] = ()  #: instruction sets of this build, runnable here or not
+COMPILER = ""
+if _modules:
+    COMPILED_IN = _modules["_kernels"].compiled()
+    COMPILER = _modules["_kernels"].compiler()
+    for _name in _modules["_kernels"].runnable():
+        _TABLE[_name] = Backend(
+            _name,
+            COMPILED_IN.index(_name),
+            _modules["_attention"].attention,
+            _modules["_matmul"].product,
+            _modules["_softmax"].softmax,
+        )
+
+
+def backends() -> tuple[str, ...]:
+    """The names that ``backend=`` takes on this machine, slowest first.
+
+    ``"numpy"`` is always there.  ``"scalar"``, ``"neon"``, ``"avx2"`` and ``"avx512"`` are there
+    where the compiled modules were built with them and the CPU and the operating system can run
+    them.  A call takes the last one unless it, or ``QKV_EXT_BACKEND``, names another.
+
+    Returns
+    -------
+    tuple of str
+
+    Examples
+    --------
+    >>> import qkv_ext
+    >>> qkv_ext.backends()[0]
+    'numpy'
+    """
+    return tuple(_TABLE)
+
+
+def _unknown(name: object, source: str) -> Exception:
+    message = f"{source} is {name!r}; runnable on this machine: {', '.join(_TABLE)}"
+    if name in COMPILED_IN:
+        message += f" ({name} is compiled in, but this CPU or operating system cannot run it)"
+    elif NOT_COMPILED and isinstance(name, str):
+        message += f" ({NOT_COMPILED})"
+    return ValueError(message) if isinstance(name, str) else TypeError(message)
+
+
+ASKED_FOR = os.environ.get("QKV_EXT_BACKEND") or None
+if ASKED_FOR is not None and ASKED_FOR not in _TABLE:
+    raise _unknown(ASKED_FOR, "QKV_EXT_BACKEND")
+DEFAULT = _TABLE[ASKED_FOR] if ASKED_FOR else list(_TABLE.values())[-1]
+
+_warned = False
+
+
+def choose(name: str | None, dtype: np.dtype[Any]) -> Backend:
+    """The backend of one call: the one that is named, or the default.
+
+    float64 is computed by NumPy: a compiled backend that is named for this very call rejects it,
+    and one that is merely the default steps aside with a warning, once.
+    """
+    global _warned
+    if name is None:
+        if dtype is not _FLOAT64 or DEFAULT.isa < 0:
+            return DEFAULT
+        if not _warned:
+            _warned = True
+            warnings.warn(
+                f"float64 is computed by the NumPy backend; {DEFAULT.name} computes float32 only",
+                PerformanceWarning,
+                stacklevel=4,
+            )
+        return _TABLE["numpy"]
+    try:
+        backend = _TABLE[name]
+    except (KeyError, TypeError):
+        raise _unknown(name, "backend") from None
+    if dtype is _FLOAT64 and backend.isa >= 0:
+        raise TypeError(f"backend {name!r} computes float32; float64 needs backend 'numpy'")
+    return backend
+
+
+def threads_of(threads: int | None) -> int:
+    """The upper bound on threads of one call."""
+    if threads is None:
+        return _threads.DEFAULT
+    if not isinstance(threads, (int, np.integer)) or isinstance(threads, bool):
+        raise TypeError(f"threads is {threads!r}; expected a positive integer or None")
+    if threads < 1:
+        raise ValueError(f"threads is {threads}; expected a positive integer or None")
+    return min(int(threads), _threads.MOST)

@@ -1,0 +1,92 @@
+"""show_config(): what was compiled, what can run here, what does run, and why."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from qkv_ext import _backends, _threads
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def config() -> dict[str, Any]:
+    """What show_config() prints, as a dictionary that JSON can hold."""
+    import qkv_ext
+
+    compiled = bool(_backends.COMPILED_IN)
+    default = _backends.DEFAULT
+    if _backends.ASKED_FOR:
+        why = "QKV_EXT_BACKEND asks for it"
+    elif default.isa < 0:
+        why = _backends.NOT_COMPILED
+    else:
+        why = "the fastest that runs here"
+    return {
+        "version": qkv_ext.__version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "cpu": _cpu_name(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "compiled": compiled,
+        "not_compiled_because": _backends.NOT_COMPILED,
+        "compiler": _backends.COMPILER,
+        "compiled_in": list(_backends.COMPILED_IN),
+        "backends": list(_backends.backends()),
+        "default": default.name,
+        "default_because": why,
+        "threads": _threads.DEFAULT,
+        "threads_from": _threads.SOURCE,
+    }
+
+
+def show_config(file: TextIO | None = None) -> None:
+    """Print what was compiled, what can run here, what does run, and why.
+
+    Three different questions have three lines: the instruction sets that this build holds, those
+    that this CPU and operating system can run, and the one that serves a call by default.
+
+    Parameters
+    ----------
+    file : text file, optional
+        Where to print; standard output by default.
+
+    Examples
+    --------
+    >>> import io, qkv_ext
+    >>> text = io.StringIO()
+    >>> qkv_ext.show_config(file=text)
+    >>> text.getvalue().startswith("qkv_ext")
+    True
+    """
+    c = config()
+    if c["compiled"]:
+        built = f"{', '.join(c['compiled_in'])} ({c['compiler']})"
+    else:
+        built = f"nothing: {c['not_compiled_because']}"
+    missing = [name for name in c["compiled_in"] if name not in c["backends"]]
+    here = ", ".join(c["backends"])
+    if missing:
+        here += f" (not on this CPU or operating system: {', '.join(missing)})"
+    lines = [
+        f"qkv_ext     {c['version']}, Python {c['python']}, NumPy {c['numpy']}",
+        f"machine     {c['cpu']}, {c['machine']}",
+        f"compiled    {built}",
+        f"backends    {here}",
+        f"default     {c['default']} ({c['default_because']})",
+        f"threads     at most {c['threads']} ({c['threads_from']}); the NumPy backend leaves them "
+        "to NumPy's BLAS",
+    ]
+    print("\n".join(lines), file=file or sys.stdout)

@@ -1,0 +1,69 @@
+# cython: language_level=3
+"""What the Cython modules share: the table of micro-kernels, the thread pool, and array access.
+
+The C side is documented in src/kernels/kernels.h and src/kernels/pool.h.
+"""
+
+from libc.stdint cimport uint8_t
+
+
+cdef extern from "kernels.h" nogil:
+    const Py_ssize_t PANEL
+    const Py_ssize_t TILE
+    const Py_ssize_t LANES
+
+    ctypedef struct qkv_row:
+        Py_ssize_t lo
+        Py_ssize_t hi
+        const uint8_t *keep
+        const float *bias
+        Py_ssize_t mask_step
+        float *scores
+        float max
+        float sum
+
+    ctypedef struct qkv_kernels:
+        const char *name
+        Py_ssize_t rows
+        void (*product)(const float *a, Py_ssize_t lda, const float *b, Py_ssize_t ldb, float *c,
+                        Py_ssize_t ldc, const float *keep, Py_ssize_t m, Py_ssize_t n,
+                        Py_ssize_t k) noexcept nogil
+        void (*dots)(const float *a, Py_ssize_t lda, const float *b, Py_ssize_t ldb, float *c,
+                     Py_ssize_t ldc, Py_ssize_t m, Py_ssize_t n, Py_ssize_t k) noexcept nogil
+        void (*pack)(const float *b, Py_ssize_t ldb, float *panel, Py_ssize_t n,
+                     Py_ssize_t k) noexcept nogil
+        void (*softmax_tile)(float *s, Py_ssize_t lds, Py_ssize_t m, Py_ssize_t n,
+                             Py_ssize_t first, qkv_row *rows, float *factor) noexcept nogil
+        int (*scaled)(const float *x, float factor, float *y, Py_ssize_t n) noexcept nogil
+        void (*weights)(const float *x, float max, float factor, float *y,
+                        Py_ssize_t n) noexcept nogil
+        void (*softmax)(const float *x, float *y, Py_ssize_t n) noexcept nogil
+        void (*exp)(const float *x, float *y, Py_ssize_t n) noexcept nogil
+
+
+cdef extern from "pool.h" nogil:
+    ctypedef struct qkv_run:
+        pass
+    ctypedef void qkv_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil
+    ctypedef struct qkv_order:
+        pass
+    ctypedef void qkv_retire(void *job, Py_ssize_t index, int worker) noexcept nogil
+
+
+# The table of an instruction set, by its place in compiled(); the caller knows that it is runnable.
+cdef const qkv_kernels *table(int isa) noexcept nogil
+
+# qkv_parallel_for of pool.h, polling for signals; raises what the signal handler raised.
+cdef int parallel_for(qkv_task *task, void *job, Py_ssize_t count, Py_ssize_t grain,
+                      int threads) except -1 nogil
+cdef int stopped(qkv_run *run, int worker) noexcept nogil
+
+# The qkv_order functions of pool.h; new_order raises MemoryError.
+cdef qkv_order *new_order(Py_ssize_t slots, qkv_retire *retire, void *job) except NULL
+cdef void free_order(qkv_order *order) noexcept nogil
+cdef int wait_turn(qkv_order *order, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil
+cdef void take_turn(qkv_order *order, Py_ssize_t index, int worker) noexcept nogil
+
+# qkv_alloc of pool.h, but raises MemoryError; size is a double so that it cannot wrap around.
+cdef void *scratch(double size) except NULL
+cdef void release(void *block) noexcept nogil

@@ -1,0 +1,160 @@
+"""The NumPy backend: everything in plain NumPy, the fallback and the test oracle.
+
+    output = softmax(scale Q Kᵀ, over the allowed keys) V
+
+It computes in the dtype of its inputs, float32 or float64.  Scores are made for a chunk of queries
+at a time, so that they never take more than a few MB.  Multiplications are left to NumPy's BLAS,
+and so is the number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import product as every
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from qkv_ext._check import Problem, Product, Rows
+
+Array = NDArray[Any]
+
+CHUNK = 1 << 20  #: scores held at a time
+
+
+def attention(problem: Problem, isa: int = -1) -> None:
+    """Write problem.out, and weights and lse where the problem has them."""
+    with np.errstate(all="ignore"):  # NaN, inf and underflow are results here, not accidents
+        for item, heads, queries in _chunks(problem):
+            _attend(problem, item, heads, queries)
+
+
+def _chunks(problem: Problem) -> Iterator[tuple[tuple[Any, ...], slice, slice]]:
+    """Index (leading axes), key/value heads and queries of chunks of at most CHUNK scores.
+
+    One chunk takes everything where that is little, else whole batch items, else key/value heads,
+    else some queries of one.
+    """
+    *lead, h, length, _ = problem.out.shape
+    hkv, s = problem.k.shape[-3:-1]
+    if 0 in problem.out.shape[:-1]:
+        return
+    group = h // hkv
+    if math.prod(lead) * h * length * s <= CHUNK:
+        yield (slice(None),) * len(lead), slice(0, hkv), slice(0, length)
+        return
+    heads = min(hkv, max(1, CHUNK // max(1, group * length * s)))
+    rows = length if heads > 1 else min(length, max(1, CHUNK // max(1, group * s)))
+    for item in np.ndindex(*lead):
+        for g0, i0 in every(range(0, hkv, heads), range(0, length, rows)):
+            yield item, slice(g0, min(hkv, g0 + heads)), slice(i0, min(length, i0 + rows))
+
+
+def _attend(problem: Problem, item: tuple[Any, ...], heads: slice, queries: slice) -> None:
+    lead = problem.out.shape[:-3]
+    hkv = heads.stop - heads.start
+    group = problem.out.shape[-3] // problem.k.shape[-3]
+    all_heads = slice(heads.start * group, heads.stop * group)
+
+    def part(x: Array, rows: slice, which: slice) -> Array:
+        """The chunk's share of x, with a group axis for GQA: (..., Hkv, 1 or G, rows, last)."""
+        x = np.broadcast_to(x, lead + x.shape[-3:])[item][..., which, rows, :]
+        return x.reshape(*x.shape[:-3], hkv, x.shape[-3] // hkv, *x.shape[-2:])
+
+    everything = slice(None)
+    q = part(problem.q, queries, all_heads)  # (..., Hkv, G, l, D)
+    k = part(problem.k, everything, heads)  # (..., Hkv, 1, S, D)
+    v = part(problem.v, everything, heads)  # (..., Hkv, 1, S, Dv)
+
+    # scores, then what is excluded: selected, never added, so that NaN cannot leak
+    scores = np.matmul(q * q.dtype.type(problem.scale), k.swapaxes(-1, -2))
+    allowed = _allowed_by_order(problem, queries)
+    if problem.mask is not None:
+        shape = (*lead, problem.out.shape[-3], problem.out.shape[-2], problem.k.shape[-2])
+        mask = np.broadcast_to(problem.mask, shape)[item][..., all_heads, queries, :]
+        mask = mask.reshape(scores.shape)
+        if mask.dtype != bool:
+            scores += mask
+            mask = mask != -np.inf
+        allowed = mask if allowed is None else allowed & mask
+    if allowed is None:
+        empty = np.bool_(False)
+    else:
+        allowed = np.broadcast_to(allowed, scores.shape)
+        empty = ~allowed.any(axis=-1, keepdims=True)
+        scores = np.where(allowed, scores, -np.inf)
+
+    # softmax; a row with no key subtracts 0, so that exp gives zeros, and divides by 1
+    top = scores.max(axis=-1, keepdims=True, initial=-np.inf)
+    scores -= np.where(empty, 0, top)
+    weights = np.exp(scores, out=scores)
+    total = np.where(empty, 1, weights.sum(axis=-1, keepdims=True))
+    output = np.matmul(weights, v)
+    finite = np.isfinite(output).all()
+    if not finite:
+        # Once more with the non-finite entries of V read as 0: rows that are allowed none of them
+        # keep the bits that they would have with finite values there.
+        clean = np.isfinite(v)
+        output = np.matmul(weights, np.where(clean, v, 0))
+    output /= total
+    weights /= total
+    if not finite:
+        allowed = np.ones(scores.shape, bool) if allowed is None else allowed
+        spoilt = (allowed & ~clean.all(axis=-1)[..., None, :]).any(axis=-1)
+        for row in zip(*np.nonzero(spoilt | ~np.isfinite(output).all(axis=-1)), strict=True):
+            values = v[(*row[:-2], 0)]  # the one key/value head of the row's group
+            output[row] = _plain_row(weights[row], values, allowed[row])
+
+    _put(problem.out, item, all_heads, queries, output)
+    if problem.weights is not None:
+        _put(problem.weights, item, all_heads, queries, weights)
+    if problem.lse is not None:
+        lse = np.where(empty, -np.inf, top + np.log(total))
+        _put(problem.lse[..., None], item, all_heads, queries, lse)
+
+
+def _allowed_by_order(problem: Problem, queries: slice) -> Array | None:
+    """(l, S) bool, True where the order of the keys allows one; None where it allows them all."""
+    s = problem.k.shape[-2]
+    if s and not problem.causal:
+        return None
+    i = np.arange(queries.start, queries.stop)[:, None]
+    return np.arange(s) <= i + problem.offset
+
+
+def _plain_row(weights: Array, v: Array, allowed: Array) -> Array:
+    """The plain formula for one row: the weights (S,) of its allowed keys, in key order, times V."""
+    return (weights[allowed, None] * v[allowed]).sum(axis=0, dtype=v.dtype)
+
+
+def _put(whole: Array, item: tuple[Any, ...], heads: slice, rows: slice, part: Array) -> None:
+    target = whole[item][..., heads, rows, :]
+    target[...] = part.reshape(target.shape)
+
+
+def product(problem: Product, isa: int = -1) -> None:
+    """out = a b + bias, where b is a matrix or panels (P, K, 64) of packed columns."""
+    a, b, out = problem.a, problem.b, problem.out
+    with np.errstate(all="ignore"):
+        if problem.packed:
+            n = out.shape[-1]
+            panels = np.matmul(a, b)  # (P, M, 64)
+            out[...] = panels.transpose(1, 0, 2).reshape(out.shape[0], -1)[:, :n]
+        else:
+            np.matmul(a, b, out=out)
+        if problem.bias is not None:
+            np.add(out, problem.bias, out=out)
+
+
+def softmax(problem: Rows, isa: int = -1) -> None:
+    """out = exp(x - max) / sum over the last axis."""
+    x, out = problem.x, problem.out
+    if x.size == 0:
+        return
+    with np.errstate(all="ignore"):
+        np.subtract(x, x.max(axis=-1, keepdims=True), out=out)
+        np.exp(out, out=out)
+        np.divide(out, out.sum(axis=-1, keepdims=True), out=out)

@@ -1,0 +1,67 @@
+"""How the Cython modules of src/ are compiled; everything else is said in pyproject.toml.
+
+Each .pyx is a module of its own.  Only qkv_ext._kernels links the C files; the other three reach
+them through the declarations of qkv_ext/_kernels.pxd.  Without a C compiler the install succeeds
+all the same, and the NumPy backend serves.
+"""
+
+import os
+import sys
+from glob import glob
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+# No -march and no -ffast-math: every kernel file names its own instruction set by a pragma, and
+# everything else stays at the baseline of the platform's ABI.  -ffp-contract=off keeps a * b + c
+# two roundings on every platform, so that only what the kernels write as a fused product is one.
+FLAGS = {
+    "unix": [
+        "-std=gnu11",
+        "-fvisibility=hidden",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-Wall",
+        "-Wextra",
+    ],
+    "msvc": ["/std:c11", "/experimental:c11atomics", "/O2", "/fp:precise"],
+}
+OPTIMISE = ["-O3", "-g0"]  # left to the user where CFLAGS is set: debug, coverage, sanitizers
+
+
+class Build(build_ext):
+    """build_ext with flags chosen by the compiler that is really there."""
+
+    def build_extension(self, ext):
+        kind = self.compiler.compiler_type
+        flags = FLAGS.get(kind, FLAGS["unix"])
+        if kind != "msvc" and not os.environ.get("CFLAGS"):
+            flags = [*flags, *OPTIMISE]
+        ext.extra_compile_args = flags
+        ext.cython_include_dirs = ["."]  # lets "from qkv_ext._kernels cimport ..." resolve
+        super().build_extension(ext)
+
+
+def module(name, *c_files):
+    """The extension qkv_ext._<name>, made of src/<name>.pyx and C files."""
+    required = os.environ.get("CIBUILDWHEEL") or os.environ.get("QKV_EXT_REQUIRE_C")
+    return Extension(
+        f"qkv_ext._{name}",
+        sources=[f"src/{name}.pyx", *c_files],
+        depends=["qkv_ext/_kernels.pxd", *glob("src/kernels/*.h"), *glob("src/kernels/*.def")],
+        include_dirs=["src/kernels"],
+        libraries=[] if sys.platform == "win32" else ["m"],
+        optional=not required,
+    )
+
+
+setup(
+    ext_modules=[
+        module("kernels", *sorted(glob("src/kernels/*.c"))),
+        module("matmul"),
+        module("softmax"),
+        module("attention"),
+    ],
+    cmdclass={"build_ext": Build},
+)

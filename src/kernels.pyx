@@ -1,0 +1,109 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
+# cython: cdivision=True, embedsignature=True
+"""The kernel table and the thread pool for the other compiled modules: the only one that links C."""
+
+from cpython.buffer cimport PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+
+cdef extern from "Python.h":
+    int PyErr_CheckSignals() noexcept
+
+
+cdef extern from "kernels.h" nogil:
+    const qkv_kernels *const qkv_tables[]
+    const int qkv_table_count
+    int qkv_runnable(const char *name)
+    const char qkv_compiler[]
+
+cdef extern from "pool.h" nogil:
+    ctypedef int qkv_poll() noexcept
+    int qkv_parallel_for(qkv_task *task, void *job, Py_ssize_t count, Py_ssize_t grain,
+                         int threads, qkv_poll *poll)
+    int qkv_stopped(qkv_run *run, int worker)
+    qkv_order *qkv_order_new(Py_ssize_t slots, qkv_retire *retire, void *job)
+    void qkv_order_free(qkv_order *order)
+    int qkv_order_wait(qkv_order *order, Py_ssize_t index, int worker, qkv_run *run)
+    void qkv_order_done(qkv_order *order, Py_ssize_t index, int worker)
+    void *qkv_alloc(size_t size)
+    void qkv_free(void *block)
+
+
+cdef double MOST_BYTES = <double> (<size_t> -1 >> 2)
+
+
+cdef const qkv_kernels *table(int isa) noexcept nogil:
+    return qkv_tables[isa]
+
+
+cdef int poll_signals() noexcept nogil:
+    with gil:
+        return PyErr_CheckSignals() != 0  # leaves the handler's exception set
+
+
+cdef int parallel_for(qkv_task *task, void *job, Py_ssize_t count, Py_ssize_t grain,
+                      int threads) except -1 nogil:
+    if qkv_parallel_for(task, job, count, grain, threads, poll_signals):
+        return -1
+    return 0
+
+
+cdef int stopped(qkv_run *run, int worker) noexcept nogil:
+    return qkv_stopped(run, worker)
+
+
+cdef qkv_order *new_order(Py_ssize_t slots, qkv_retire *retire, void *job) except NULL:
+    cdef qkv_order *order = qkv_order_new(slots, retire, job)
+    if order == NULL:
+        raise MemoryError(f"no memory for the order of {slots} parts")
+    return order
+
+
+cdef void free_order(qkv_order *order) noexcept nogil:
+    qkv_order_free(order)
+
+
+cdef int wait_turn(qkv_order *order, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil:
+    return qkv_order_wait(order, index, worker, run)
+
+
+cdef void take_turn(qkv_order *order, Py_ssize_t index, int worker) noexcept nogil:
+    qkv_order_done(order, index, worker)
+
+
+cdef void *scratch(double size) except NULL:
+    cdef void *block = NULL
+    if size < MOST_BYTES:
+        block = qkv_alloc(<size_t> size)
+    if block == NULL:
+        raise MemoryError(f"no memory for {size:.0f} bytes of working memory")
+    return block
+
+
+cdef void release(void *block) noexcept nogil:
+    qkv_free(block)
+
+
+def compiled():
+    """The instruction sets of this build, slowest first; the others take their index as isa."""
+    return tuple(qkv_tables[i].name.decode() for i in range(qkv_table_count))
+
+
+def runnable():
+    """Those of compiled() that this CPU and this operating system can run."""
+    return tuple(name for name in compiled() if qkv_runnable(name.encode()))
+
+
+def compiler():
+    """Name and version of the compiler that built the kernels."""
+    return qkv_compiler.decode()
+
+
+def exp(x, out, int isa):
+    """The kernels' exp, for tests: out = exp(x) for contiguous float32 vectors of one length."""
+    cdef Py_buffer source, target
+    PyObject_GetBuffer(x, &source, PyBUF_STRIDES)
+    try:
+        PyObject_GetBuffer(out, &target, PyBUF_STRIDES | PyBUF_WRITABLE)
+        table(isa).exp(<const float *> source.buf, <float *> target.buf, source.shape[0])
+        PyBuffer_Release(&target)
+    finally:
+        PyBuffer_Release(&source)

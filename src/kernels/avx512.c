@@ -1,0 +1,105 @@
+/* AVX-512 (F, BW, DQ, VL): 16 lanes, 32 registers, tails by lane masks. */
+#include "kernels.h"
+
+#if QKV_X86_64 && !defined(_MSC_VER)
+#include <immintrin.h>
+#include <math.h>
+#include <string.h>
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi2"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi2")
+#endif
+
+typedef __m512 vec;
+enum { VL = 16 };
+#define ROWS 6
+#define VECS 4
+#define QKV_NAME "avx512"
+#define QKV_TABLE qkv_avx512
+
+static inline vec v_zero(void) { return _mm512_setzero_ps(); }
+static inline vec v_set1(float x) { return _mm512_set1_ps(x); }
+static inline vec v_load(const float *p) { return _mm512_loadu_ps(p); }
+static inline void v_store(float *p, vec x) { _mm512_storeu_ps(p, x); }
+static inline __mmask16 first(ptrdiff_t n) { return (__mmask16)((1u << n) - 1); }
+static inline vec v_load_n(const float *p, ptrdiff_t n) {
+    return _mm512_maskz_loadu_ps(first(n), p);
+}
+static inline void v_store_n(float *p, vec x, ptrdiff_t n) {
+    _mm512_mask_storeu_ps(p, first(n), x);
+}
+static inline vec v_add(vec a, vec b) { return _mm512_add_ps(a, b); }
+static inline vec v_sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
+static inline vec v_mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
+static inline vec v_max(vec a, vec b) { return _mm512_max_ps(a, b); }
+static inline vec v_fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
+static inline vec v_fnma(vec a, vec b, vec c) { return _mm512_fnmadd_ps(a, b, c); }
+static inline vec v_round(vec x) {
+    return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+static inline vec v_ldexp(vec p, vec n) { return _mm512_scalef_ps(p, n); }
+static inline vec v_keep(vec s, const uint8_t *keep) {
+    __m128i bytes = _mm_loadu_si128((const __m128i *)keep);
+    return _mm512_mask_mov_ps(v_set1(-INFINITY), _mm_test_epi8_mask(bytes, bytes), s);
+}
+static inline vec v_bias(vec s, vec b) {
+    __mmask16 drop = _mm512_cmp_ps_mask(b, v_set1(-INFINITY), _CMP_EQ_OQ);
+    return _mm512_mask_mov_ps(v_add(s, b), drop, b);
+}
+static inline float v_sum(vec x) { return _mm512_reduce_add_ps(x); }
+static inline float v_largest(vec x) { return _mm512_reduce_max_ps(x); }
+static inline vec low_pairs(vec a, vec b) {
+    return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+}
+static inline vec high_pairs(vec a, vec b) {
+    return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+}
+#define EVEN_BLOCKS(a, b) _mm512_shuffle_f32x4(a, b, 0x88) /* of four lanes: 0 and 2 of each */
+#define ODD_BLOCKS(a, b) _mm512_shuffle_f32x4(a, b, 0xdd)
+static inline void v_transpose(vec *r) {
+    vec t[16];
+    for (int i = 0; i < 8; i++) { /* pairs of rows */
+        t[2 * i] = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) { /* fours: column c of every block of four lanes in r[i + c] */
+        r[i] = low_pairs(t[i], t[i + 2]);
+        r[i + 1] = high_pairs(t[i], t[i + 2]);
+        r[i + 2] = low_pairs(t[i + 1], t[i + 3]);
+        r[i + 3] = high_pairs(t[i + 1], t[i + 3]);
+    }
+    for (int c = 0; c < 4; c++) { /* blocks: a 4 x 4 transpose of blocks for each c */
+        vec even_top = EVEN_BLOCKS(r[c], r[c + 4]), even_bottom = EVEN_BLOCKS(r[c + 8], r[c + 12]);
+        vec odd_top = ODD_BLOCKS(r[c], r[c + 4]), odd_bottom = ODD_BLOCKS(r[c + 8], r[c + 12]);
+        r[c] = EVEN_BLOCKS(even_top, even_bottom);
+        r[c + 4] = EVEN_BLOCKS(odd_top, odd_bottom);
+        r[c + 8] = ODD_BLOCKS(even_top, even_bottom);
+        r[c + 12] = ODD_BLOCKS(odd_top, odd_bottom);
+    }
+}
+static inline vec v_sums(const vec *r) {
+    vec u[4];
+    for (int i = 0; i < 4; i++) { /* lane c of each block of u[i]: that block's sum of r[4 i + c] */
+        const vec *s = r + 4 * i;
+        vec even = v_add(_mm512_unpacklo_ps(s[0], s[2]), _mm512_unpackhi_ps(s[0], s[2]));
+        vec odd = v_add(_mm512_unpacklo_ps(s[1], s[3]), _mm512_unpackhi_ps(s[1], s[3]));
+        u[i] = v_add(_mm512_unpacklo_ps(even, odd), _mm512_unpackhi_ps(even, odd));
+    }
+    vec low = v_add(EVEN_BLOCKS(u[0], u[1]), ODD_BLOCKS(u[0], u[1]));
+    vec high = v_add(EVEN_BLOCKS(u[2], u[3]), ODD_BLOCKS(u[2], u[3]));
+    return v_add(EVEN_BLOCKS(low, high), ODD_BLOCKS(low, high));
+}
+
+#include "template.h"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#else
+typedef int qkv_no_avx512; /* an empty file is not C */
+#endif

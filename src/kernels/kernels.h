@@ -1,0 +1,84 @@
+/* The contract between the Cython modules and the micro-kernels.
+
+   One table of micro-kernels per instruction set, all instantiated from template.h.  A kernel knows
+   no Python, no heads and no batches: it works on rows of floats.  Arrays are written as
+   [rows, cols] stride, where the stride is the distance between rows in floats and columns are
+   adjacent.  No kernel can fail, allocate or read past the columns it is given.
+
+   Panels: a matrix that is read again and again as the right operand of a product is kept as
+   panels of PANEL columns, each [depth, PANEL] PANEL, so that the product streams through it.
+   Tiles: sums over keys, and over the inner dimension of a matmul, run over TILE terms from zero
+   and are then added to the total, which bounds the rounding error at length. */
+#ifndef QKV_KERNELS_H
+#define QKV_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__x86_64__) || defined(_M_X64)
+#define QKV_X86_64 1
+#elif defined(__aarch64__) || defined(_M_ARM64)
+#define QKV_ARM64 1
+#endif
+
+enum { PANEL = 64, TILE = 256, LANES = 16 /* the widest vector; every width divides it */ };
+
+/* One query row on its way through the key tiles: the rules it obeys and its running softmax. */
+typedef struct {
+    ptrdiff_t lo, hi;       /* keys lo <= j < hi are allowed by causal order */
+    const uint8_t *keep;    /* bool mask of the row, true keeps the key; or NULL */
+    const float *bias;      /* float mask of the row, added to the score; or NULL */
+    ptrdiff_t mask_step;    /* 1, or 0 where the mask is broadcast along the keys */
+    float *scores;          /* where the row's final scores are kept for the weights; or NULL */
+    float max, sum;         /* running maximum, and running sum of exp(score - max) */
+} qkv_row;
+
+typedef struct {
+    const char *name;
+
+    /* How many rows a product takes at a time; whole groups are the fastest. */
+    ptrdiff_t rows;
+
+    /* c[m, n] ldc = a[m, k] lda . b[k, n] ldb, plus keep[i] c[i, :] where keep is not NULL.
+       Each element is one chain of k fused steps from zero, whatever m, n and the position. */
+    void (*product)(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb, float *c,
+                    ptrdiff_t ldc, const float *keep, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k);
+
+    /* c[m, n] ldc = a[m, k] lda . b[n, k] ldb transposed: dot products of rows, for the few
+       queries of a decode step, where packing b would cost more than the product. */
+    void (*dots)(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb, float *c,
+                 ptrdiff_t ldc, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k);
+
+    /* panel[k, PANEL] PANEL = b[n, k] ldb transposed, n <= PANEL; columns from n up to the next
+       multiple of LANES become zero. */
+    void (*pack)(const float *b, ptrdiff_t ldb, float *panel, ptrdiff_t n, ptrdiff_t k);
+
+    /* One step of the online softmax over the tile s[m, n] lds of the keys first .. first + n - 1:
+       scores become exp(score - max), factor[i] is what the row's earlier sums are to be
+       multiplied by, rows[i] moves on.  Excluded keys are selected away, never added.
+       s is written up to the next multiple of LANES. */
+    void (*softmax_tile)(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, ptrdiff_t first,
+                         qkv_row *rows, float *factor);
+
+    /* y[n] = factor x[n]; returns whether all of y is finite.  A negative zero becomes zero. */
+    int (*scaled)(const float *x, float factor, float *y, ptrdiff_t n);
+
+    /* y[n] = factor exp(x[n] - max). */
+    void (*weights)(const float *x, float max, float factor, float *y, ptrdiff_t n);
+
+    /* y[n] = softmax(x[n]): the plain formula, NaN where it is NaN. */
+    void (*softmax)(const float *x, float *y, ptrdiff_t n);
+
+    /* y[n] = exp(x[n]), for tests of the polynomial. */
+    void (*exp)(const float *x, float *y, ptrdiff_t n);
+} qkv_kernels;
+
+/* The tables of this build, slowest first.  A name is runnable where CPU and OS support it. */
+extern const qkv_kernels *const qkv_tables[];
+extern const int qkv_table_count;
+int qkv_runnable(const char *name);
+
+/* The compiler that built this, for show_config(). */
+extern const char qkv_compiler[];
+
+#endif

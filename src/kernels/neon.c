@@ -1,0 +1,69 @@
+/* NEON on 64-bit Arm, where it is part of the baseline: 4 lanes, 32 registers. */
+#include "kernels.h"
+
+#if QKV_ARM64
+#include <arm_neon.h>
+#include <math.h>
+#include <string.h>
+
+typedef float32x4_t vec;
+enum { VL = 4 };
+#define ROWS 6
+#define VECS 4
+#define QKV_NAME "neon"
+#define QKV_TABLE qkv_neon
+
+static inline vec v_zero(void) { return vdupq_n_f32(0.0f); }
+static inline vec v_set1(float x) { return vdupq_n_f32(x); }
+static inline vec v_load(const float *p) { return vld1q_f32(p); }
+static inline void v_store(float *p, vec x) { vst1q_f32(p, x); }
+static inline vec v_load_n(const float *p, ptrdiff_t n) {
+    float lanes[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    for (ptrdiff_t i = 0; i < n; i++) lanes[i] = p[i];
+    return vld1q_f32(lanes);
+}
+static inline void v_store_n(float *p, vec x, ptrdiff_t n) {
+    float lanes[4];
+    vst1q_f32(lanes, x);
+    for (ptrdiff_t i = 0; i < n; i++) p[i] = lanes[i];
+}
+static inline vec v_add(vec a, vec b) { return vaddq_f32(a, b); }
+static inline vec v_sub(vec a, vec b) { return vsubq_f32(a, b); }
+static inline vec v_mul(vec a, vec b) { return vmulq_f32(a, b); }
+static inline vec v_max(vec a, vec b) { return vmaxq_f32(a, b); }
+static inline vec v_fma(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
+static inline vec v_fnma(vec a, vec b, vec c) { return vfmsq_f32(c, a, b); }
+static inline vec v_round(vec x) { return vrndnq_f32(x); }
+static inline vec power_of_two(int32x4_t n) {
+    return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, vdupq_n_s32(127)), 23));
+}
+static inline vec v_ldexp(vec p, vec n) { /* in two steps: 2^n alone may be out of range */
+    int32x4_t all = vcvtq_s32_f32(n), half = vshrq_n_s32(all, 1);
+    p = vmulq_f32(p, power_of_two(half));
+    return vmulq_f32(p, power_of_two(vsubq_s32(all, half)));
+}
+static inline vec v_keep(vec s, const uint8_t *keep) {
+    uint32_t lanes[4] = {keep[0], keep[1], keep[2], keep[3]};
+    uint32x4_t drop = vceqzq_u32(vld1q_u32(lanes));
+    return vbslq_f32(drop, v_set1(-INFINITY), s);
+}
+static inline vec v_bias(vec s, vec b) {
+    return vbslq_f32(vceqq_f32(b, v_set1(-INFINITY)), b, v_add(s, b));
+}
+static inline float v_sum(vec x) { return vaddvq_f32(x); }
+static inline float v_largest(vec x) { return vmaxvq_f32(x); }
+static inline void v_transpose(vec *r) {
+    float32x4x2_t top = vtrnq_f32(r[0], r[1]), bottom = vtrnq_f32(r[2], r[3]);
+    r[0] = vcombine_f32(vget_low_f32(top.val[0]), vget_low_f32(bottom.val[0]));
+    r[1] = vcombine_f32(vget_low_f32(top.val[1]), vget_low_f32(bottom.val[1]));
+    r[2] = vcombine_f32(vget_high_f32(top.val[0]), vget_high_f32(bottom.val[0]));
+    r[3] = vcombine_f32(vget_high_f32(top.val[1]), vget_high_f32(bottom.val[1]));
+}
+static inline vec v_sums(const vec *r) {
+    return vpaddq_f32(vpaddq_f32(r[0], r[1]), vpaddq_f32(r[2], r[3]));
+}
+
+#include "template.h"
+#else
+typedef int qkv_no_neon; /* an empty file is not C */
+#endif

@@ -1,0 +1,274 @@
+/* The thread pool: see pool.h for what it promises. */
+#define _GNU_SOURCE
+#include "pool.h"
+
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <time.h>
+
+struct qkv_run {
+    qkv_task *task;
+    void *job;
+    ptrdiff_t count, grain;
+    atomic_ptrdiff_t next; /* the first task that no thread has taken */
+    atomic_int stopped;
+    qkv_poll *poll;
+    int64_t polled; /* when the calling thread last polled, in ms */
+};
+
+static int64_t milliseconds(void) {
+    struct timespec now;
+#if defined(CLOCK_MONOTONIC_COARSE)
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+#elif defined(CLOCK_MONOTONIC)
+    clock_gettime(CLOCK_MONOTONIC, &now);
+#else
+    timespec_get(&now, TIME_UTC);
+#endif
+    return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+int qkv_stopped(qkv_run *run, int worker) {
+    if (worker == 0 && run->poll) {
+        int64_t now = milliseconds();
+        if (now - run->polled >= 20) {
+            run->polled = now;
+            if (run->poll()) atomic_store_explicit(&run->stopped, 1, memory_order_relaxed);
+        }
+    }
+    return atomic_load_explicit(&run->stopped, memory_order_relaxed);
+}
+
+static void work(qkv_run *run, int worker) {
+    for (;;) {
+        ptrdiff_t start = atomic_fetch_add(&run->next, run->grain);
+        for (ptrdiff_t i = start; i < start + run->grain; i++) {
+            if (i >= run->count || qkv_stopped(run, worker)) return;
+            run->task(run->job, i, worker, run);
+        }
+    }
+}
+
+static void relax(void) { /* a hint to the CPU inside a loop that waits for another thread */
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+#if defined(_WIN32) || defined(__EMSCRIPTEN__)
+
+static void share(qkv_run *run, int threads) {
+    (void)threads;
+    work(run, 0);
+}
+
+#else
+
+#include <pthread.h>
+#include <signal.h>
+
+enum { MOST_WORKERS = 255, SPINS = 2000, STACK = 1 << 19 };
+
+/* Everything that is not atomic is read and written under lock. */
+static struct {
+    pthread_mutex_t lock;
+    pthread_cond_t wake, idle;
+    atomic_uint turn;   /* counts the runs; workers spin on it before they sleep */
+    atomic_int taken;   /* a caller owns the pool */
+    atomic_int working; /* workers in the run that have not finished */
+    qkv_run *run;       /* the run that workers may join, or NULL */
+    int seats;          /* how many more may join */
+    int joined;         /* how many have */
+    int workers;        /* threads alive */
+    int asleep;         /* threads that wait for wake */
+} pool = {.lock = PTHREAD_MUTEX_INITIALIZER,
+          .wake = PTHREAD_COND_INITIALIZER,
+          .idle = PTHREAD_COND_INITIALIZER};
+
+static void *worker_main(void *unused) {
+    unsigned seen = 0;
+    (void)unused;
+    pthread_mutex_lock(&pool.lock);
+    for (;;) {
+        while (!(pool.run && pool.seats > 0 && pool.turn != seen)) {
+            pool.asleep++;
+            pthread_cond_wait(&pool.wake, &pool.lock);
+            pool.asleep--;
+        }
+        qkv_run *run = pool.run;
+        int worker = ++pool.joined;
+        seen = pool.turn;
+        pool.seats--;
+        pool.working++;
+        pthread_mutex_unlock(&pool.lock);
+
+        work(run, worker);
+
+        pthread_mutex_lock(&pool.lock);
+        if (--pool.working == 0 && !pool.run) pthread_cond_signal(&pool.idle);
+        pthread_mutex_unlock(&pool.lock);
+        for (int i = 0; i < SPINS && atomic_load(&pool.turn) == seen; i++) relax();
+        pthread_mutex_lock(&pool.lock);
+    }
+    return NULL;
+}
+
+/* A forked child has this thread alone, and whoever held the lock is not there to release it. */
+static void forget_threads(void) {
+    pthread_mutex_init(&pool.lock, NULL);
+    pthread_cond_init(&pool.wake, NULL);
+    pthread_cond_init(&pool.idle, NULL);
+    pool.run = NULL;
+    pool.seats = pool.joined = pool.workers = pool.asleep = 0;
+    atomic_store(&pool.working, 0);
+    atomic_store(&pool.taken, 0);
+}
+
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_threads); }
+
+/* Under lock.  Where the system refuses a thread, fewer serve. */
+static void start_workers(int wanted) {
+    pthread_attr_t attributes;
+    sigset_t all, before;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, STACK); /* musl's default is small */
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    sigfillset(&all); /* signals belong to the threads of the program */
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (pool.workers < wanted && pool.workers < MOST_WORKERS) {
+        pthread_t thread;
+        if (pthread_create(&thread, &attributes, worker_main, NULL)) break;
+        pool.workers++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&attributes);
+}
+
+static void share(qkv_run *run, int threads) {
+    int mine = 0;
+    if (threads <= 1 || !atomic_compare_exchange_strong(&pool.taken, &mine, 1)) {
+        work(run, 0);
+        return;
+    }
+    pthread_once(&once, watch_forks);
+    pthread_mutex_lock(&pool.lock);
+    start_workers(threads - 1);
+    pool.run = run;
+    pool.seats = threads - 1;
+    pool.joined = 0;
+    atomic_fetch_add(&pool.turn, 1);
+    for (int i = 0; i < threads - 1 && i < pool.asleep; i++) pthread_cond_signal(&pool.wake);
+    pthread_mutex_unlock(&pool.lock);
+
+    work(run, 0);
+
+    pthread_mutex_lock(&pool.lock);
+    pool.run = NULL; /* whoever wakes up from here on is late, and not waited for */
+    pthread_mutex_unlock(&pool.lock);
+    for (int i = 0; i < SPINS && atomic_load(&pool.working) > 0; i++) relax();
+    pthread_mutex_lock(&pool.lock);
+    while (pool.working > 0) pthread_cond_wait(&pool.idle, &pool.lock);
+    pthread_mutex_unlock(&pool.lock);
+    atomic_store(&pool.taken, 0);
+}
+
+#endif
+
+int qkv_parallel_for(qkv_task *task, void *job, ptrdiff_t count, ptrdiff_t grain, int threads,
+                     qkv_poll *poll) {
+    qkv_run run = {.task = task, .job = job, .count = count, .grain = grain, .poll = poll};
+    ptrdiff_t pieces = (count + grain - 1) / grain;
+    run.polled = milliseconds();
+    share(&run, pieces < threads ? (int)pieces : threads);
+    return atomic_load(&run.stopped);
+}
+
+/* ---- order ------------------------------------------------------------------------------------- */
+
+struct qkv_order {
+    qkv_retire *retire;
+    void *job;
+    ptrdiff_t slots;
+    atomic_ptrdiff_t retired; /* the index whose turn it is */
+    atomic_flag busy;         /* a thread is retiring */
+    atomic_char filled[];
+};
+
+qkv_order *qkv_order_new(ptrdiff_t slots, qkv_retire *retire, void *job) {
+    qkv_order *order = qkv_alloc(sizeof *order + (size_t)slots * sizeof *order->filled);
+    if (!order) return NULL;
+    order->retire = retire;
+    order->job = job;
+    order->slots = slots;
+    atomic_init(&order->retired, 0);
+    atomic_flag_clear(&order->busy);
+    for (ptrdiff_t i = 0; i < slots; i++) atomic_init(&order->filled[i], 0);
+    return order;
+}
+
+void qkv_order_free(qkv_order *order) { qkv_free(order); }
+
+static int whose_turn_is_filled(qkv_order *order) {
+    return atomic_load(&order->filled[atomic_load(&order->retired) % order->slots]);
+}
+
+/* Whoever finds another thread retiring leaves: that thread looks again after it has let go. */
+static void retire_in_turn(qkv_order *order, int worker) {
+    while (whose_turn_is_filled(order)) {
+        if (atomic_flag_test_and_set(&order->busy)) return;
+        while (whose_turn_is_filled(order)) {
+            ptrdiff_t index = atomic_load(&order->retired);
+            order->retire(order->job, index, worker);
+            atomic_store(&order->filled[index % order->slots], 0);
+            atomic_store(&order->retired, index + 1);
+        }
+        atomic_flag_clear(&order->busy);
+    }
+}
+
+int qkv_order_wait(qkv_order *order, ptrdiff_t index, int worker, qkv_run *run) {
+    while (index - atomic_load(&order->retired) >= order->slots) {
+        if (qkv_stopped(run, worker)) return 1;
+        retire_in_turn(order, worker);
+        relax();
+    }
+    return 0;
+}
+
+void qkv_order_done(qkv_order *order, ptrdiff_t index, int worker) {
+    atomic_store(&order->filled[index % order->slots], 1);
+    retire_in_turn(order, worker);
+}
+
+/* ---- memory ------------------------------------------------------------------------------------ */
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+void *qkv_alloc(size_t bytes) {
+    enum { LINE = 64, HUGE = 1 << 21 };
+    const size_t alignment = bytes >= 2 * HUGE ? HUGE : LINE;
+    void *block = NULL;
+#if defined(_WIN32)
+    block = _aligned_malloc(bytes ? bytes : 1, alignment);
+#else
+    if (posix_memalign(&block, alignment, bytes ? bytes : 1)) return NULL;
+#endif
+#if defined(MADV_HUGEPAGE)
+    if (alignment == HUGE) madvise(block, bytes / HUGE * HUGE, MADV_HUGEPAGE);
+#endif
+    return block;
+}
+
+void qkv_free(void *block) {
+#if defined(_WIN32)
+    _aligned_free(block);
+#else
+    free(block);
+#endif
+}

@@ -1,0 +1,46 @@
+/* parallel_for over a pool of threads, and the one function that allocates scratch memory. */
+#ifndef QKV_POOL_H
+#define QKV_POOL_H
+
+#include <stddef.h>
+
+typedef struct qkv_run qkv_run;
+
+/* One task.  worker is 0 for the calling thread and less than threads for every other: the index of
+   the scratch memory that the task may use.  A task never starts another run. */
+typedef void qkv_task(void *job, ptrdiff_t index, int worker, qkv_run *run);
+
+/* Asked by the calling thread every 20 ms or so; anything but 0 stops the run. */
+typedef int qkv_poll(void);
+
+/* Runs task 0 .. count - 1, started in that order, grain of them at a time, on at most threads
+   threads of which the caller is one.  Returns 0, or 1 where poll stopped the run.
+
+   Threads are started by the first run that wants them, spin for a few microseconds after a run and
+   then sleep.  A caller that finds the pool busy runs its tasks alone.  A forked child starts with
+   an empty pool of its own. */
+int qkv_parallel_for(qkv_task *task, void *job, ptrdiff_t count, ptrdiff_t grain, int threads,
+                     qkv_poll *poll);
+
+/* Whether the run was stopped; long tasks ask between tiles, and so let the caller poll. */
+int qkv_stopped(qkv_run *run, int worker);
+
+/* Results that any thread computes but that are taken in the order of their index, such as the parts
+   of a split sum.  Only slots of them wait at a time: the slot of index is index % slots.
+   retire is called for 0, 1, 2 ... in turn, never twice at a time, on whichever thread comes by. */
+typedef void qkv_retire(void *job, ptrdiff_t index, int worker);
+typedef struct qkv_order qkv_order;
+qkv_order *qkv_order_new(ptrdiff_t slots, qkv_retire *retire, void *job); /* NULL: no memory */
+void qkv_order_free(qkv_order *order);
+
+/* Waits until the slot of index is free; returns 1 where the run was stopped. */
+int qkv_order_wait(qkv_order *order, ptrdiff_t index, int worker, qkv_run *run);
+
+/* The slot of index is filled: it, and all that waited for it, may retire. */
+void qkv_order_done(qkv_order *order, ptrdiff_t index, int worker);
+
+/* Memory aligned to a cache line, large blocks to huge pages; NULL where there is none. */
+void *qkv_alloc(size_t bytes);
+void qkv_free(void *block);
+
+#endif
