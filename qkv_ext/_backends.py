@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv_ext import _numpy, _threads
+from qkv_ext import _numpy
 
 _COMPILED_MODULES = ("_kernels", "_matmul", "_softmax", "_attention")
 _FLOAT64 = np.dtype(np.float64)
@@ -69,18 +69,17 @@ def _load(required: bool) -> tuple[dict[str, Any], str]:
         full = f"qkv_ext.{name}"
         try:
             modules[name] = importlib.import_module(full)
-        except ModuleNotFoundError as error:
-            if error.name != full:
-                raise
-            reason = f"{full} was not built: no C compiler at install time, or its build failed"
-            if required:
-                _fail_or_warn(required, reason, error)
-            elif not _installed():
-                reason = f"{full} was not built: this is an unbuilt clone, see 'pip install -e .'"
-                _fail_or_warn(required, reason, error)
-            return {}, reason
         except (ImportError, OSError) as error:
-            reason = f"{full} does not load: {error}"
+            if isinstance(error, ModuleNotFoundError) and error.name == full:
+                reason = f"{full} was not built: no C compiler at install time, or its build failed"
+                if not _installed():
+                    reason = (
+                        f"{full} was not built: this is an unbuilt clone, see 'pip install -e .'"
+                    )
+                elif not required:
+                    return {}, reason
+            else:
+                reason = f"{full} does not load: {error}"
             _fail_or_warn(required, reason, error)
             return {}, reason
     return modules, ""
@@ -168,14 +167,3 @@ def choose(name: str | None, dtype: np.dtype[Any]) -> Backend:
     if dtype is _FLOAT64 and backend.isa >= 0:
         raise TypeError(f"backend {name!r} computes float32; float64 needs backend 'numpy'")
     return backend
-
-
-def threads_of(threads: int | None) -> int:
-    """The upper bound on threads of one call."""
-    if threads is None:
-        return _threads.DEFAULT
-    if not isinstance(threads, (int, np.integer)) or isinstance(threads, bool):
-        raise TypeError(f"threads is {threads!r}; expected a positive integer or None")
-    if threads < 1:
-        raise ValueError(f"threads is {threads}; expected a positive integer or None")
-    return min(int(threads), _threads.MOST)

@@ -27,9 +27,10 @@ cdef extern from "kernels.h" nogil:
         Py_ssize_t rows
         void (*product)(const float *a, Py_ssize_t lda, const float *b, Py_ssize_t ldb, float *c,
                         Py_ssize_t ldc, const float *keep, Py_ssize_t m, Py_ssize_t n,
-                        Py_ssize_t k) noexcept nogil
+                        Py_ssize_t k, const float *next, Py_ssize_t ldn) noexcept nogil
         void (*dots)(const float *a, Py_ssize_t lda, const float *b, Py_ssize_t ldb, float *c,
-                     Py_ssize_t ldc, Py_ssize_t m, Py_ssize_t n, Py_ssize_t k) noexcept nogil
+                     Py_ssize_t ldc, Py_ssize_t m, Py_ssize_t n, Py_ssize_t k, const float *next,
+                     Py_ssize_t ldn) noexcept nogil
         void (*pack)(const float *b, Py_ssize_t ldb, float *panel, Py_ssize_t n,
                      Py_ssize_t k) noexcept nogil
         void (*softmax_tile)(float *s, Py_ssize_t lds, Py_ssize_t m, Py_ssize_t n,

@@ -81,7 +81,7 @@ def _attend(problem: Problem, item: tuple[Any, ...], heads: slice, queries: slic
             mask = mask != -np.inf
         allowed = mask if allowed is None else allowed & mask
     if allowed is None:
-        empty = np.bool_(False)
+        empty: Any = False
     else:
         allowed = np.broadcast_to(allowed, scores.shape)
         empty = ~allowed.any(axis=-1, keepdims=True)
@@ -97,7 +97,7 @@ def _attend(problem: Problem, item: tuple[Any, ...], heads: slice, queries: slic
     if not finite:
         # Once more with the non-finite entries of V read as 0: rows that are allowed none of them
         # keep the bits that they would have with finite values there.
-        clean = np.isfinite(v)
+        clean: Any = np.isfinite(v)
         output = np.matmul(weights, np.where(clean, v, 0))
     output /= total
     weights /= total
@@ -126,8 +126,9 @@ def _allowed_by_order(problem: Problem, queries: slice) -> Array | None:
 
 
 def _plain_row(weights: Array, v: Array, allowed: Array) -> Array:
-    """The plain formula for one row: the weights (S,) of its allowed keys, in key order, times V."""
-    return (weights[allowed, None] * v[allowed]).sum(axis=0, dtype=v.dtype)
+    """The plain formula for one row: its allowed weights times V, in key order."""
+    terms: Array = weights[allowed, None] * v[allowed]
+    return np.asarray(terms.sum(axis=0))
 
 
 def _put(whole: Array, item: tuple[Any, ...], heads: slice, rows: slice, part: Array) -> None:
@@ -140,9 +141,9 @@ def product(problem: Product, isa: int = -1) -> None:
     a, b, out = problem.a, problem.b, problem.out
     with np.errstate(all="ignore"):
         if problem.packed:
-            n = out.shape[-1]
+            m, n = out.shape
             panels = np.matmul(a, b)  # (P, M, 64)
-            out[...] = panels.transpose(1, 0, 2).reshape(out.shape[0], -1)[:, :n]
+            out[...] = panels.transpose(1, 0, 2).reshape(m, len(b) * b.shape[-1])[:, :n]
         else:
             np.matmul(a, b, out=out)
         if problem.bias is not None:

@@ -11,6 +11,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+
 MOST = 256  #: what the pool of the compiled backends starts at most
 
 
@@ -19,7 +21,7 @@ def _from_environment(environment: Mapping[str, str]) -> tuple[int, str] | None:
         value = environment.get(name, "").strip()
         if not value:
             continue
-        if value.isdigit() and int(value) > 0:
+        if value.isascii() and value.isdigit() and int(value) > 0:
             return min(int(value), MOST), name
         if name == "QKV_EXT_NUM_THREADS":  # OpenMP's variable has other forms: not ours to judge
             raise ValueError(f"{name} is {value!r}; expected a positive integer")
@@ -37,8 +39,13 @@ def _quota(root: Path) -> float:
         number, controllers, path = line.split(":", 2)
         if number == "0":
             group = root / "sys/fs/cgroup"
-            places = [group, *(group / "/".join(path.strip("/").split("/")[: i + 1])
-                               for i in range(path.strip("/").count("/") + 1))]
+            places = [
+                group,
+                *(
+                    group / "/".join(path.strip("/").split("/")[: i + 1])
+                    for i in range(path.strip("/").count("/") + 1)
+                ),
+            ]
             for place in places:
                 try:
                     limit, period = (place / "cpu.max").read_text().split()
@@ -79,3 +86,14 @@ def default_threads(
 
 
 DEFAULT, SOURCE = default_threads()
+
+
+def threads_of(threads: int | None) -> int:
+    """The upper bound on threads of one call, from its threads= argument."""
+    if threads is None:
+        return DEFAULT
+    if not isinstance(threads, (int, np.integer)) or isinstance(threads, bool):
+        raise TypeError(f"threads is {threads!r}; expected a positive integer or None")
+    if threads < 1:
+        raise ValueError(f"threads is {threads}; expected a positive integer or None")
+    return min(int(threads), MOST)

@@ -14,7 +14,7 @@ __all__ = ["Options", "scaled_dot_product_attention"]
 
 
 class Options(TypedDict, total=False):
-    """The options that every attention call passes on, but for those that change what it returns."""
+    """The options that every attention call passes on; none changes what it returns."""
 
     mask: ArrayLike | None
     causal: bool
@@ -163,9 +163,9 @@ def scaled_dot_product_attention(
     M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax" (2018), and of
     T. Dao et al., "FlashAttention" (2022).
     """
-    chosen, problem, results = _check.attention(
+    chosen, problem, arrays, staged = _check.attention(
         q, k, v, mask, causal, align, scale, layout, return_weights, return_lse, out, threads,
         backend,
     )  # fmt: skip
     chosen.attention(problem, chosen.isa)
-    return results.deliver()
+    return _check.deliver(arrays, staged)

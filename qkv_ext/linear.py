@@ -67,9 +67,10 @@ def matmul(
     The blocking is that of K. Goto and R. van de Geijn, "Anatomy of High-Performance Matrix
     Multiplication", ACM TOMS 34 (2008).
     """
-    chosen, problem, results = _check.matmul(a, b, out, threads, backend)
+    chosen, problem, arrays, staged = _check.matmul(a, b, out, threads, backend)
     chosen.product(problem, chosen.isa)
-    return results.deliver()
+    output: Array = _check.deliver(arrays, staged)
+    return output
 
 
 def linear_projection(
@@ -120,9 +121,10 @@ def linear_projection(
     >>> qkv_ext.linear_projection(x, qkv_ext.pack_weight(w)).shape
     (4, 3)
     """
-    chosen, problem, results = _check.linear(x, w, b, out, threads, backend)
+    chosen, problem, arrays, staged = _check.linear(x, w, b, out, threads, backend)
     chosen.product(problem, chosen.isa)
-    return results.deliver()
+    output: Array = _check.deliver(arrays, staged)
+    return output
 
 
 def pack_weight(w: ArrayLike) -> PackedWeight:
@@ -151,7 +153,7 @@ def pack_weight(w: ArrayLike) -> PackedWeight:
     >>> qkv_ext.pack_weight(np.ones((8, 100), "f4"))
     PackedWeight(shape=(8, 100), dtype=float32)
     """
-    return PackedWeight.from_matrix(_check.weight(w))
+    return PackedWeight.from_matrix(_check.matrix(w, "w"))
 
 
 def softmax(
@@ -199,6 +201,7 @@ def softmax(
     >>> qkv_ext.softmax(np.float32([1000.0, 1000.0]))
     array([0.5, 0.5], dtype=float32)
     """
-    chosen, problem, results = _check.softmax(x, axis, out, threads, backend)
+    chosen, problem, arrays, staged = _check.softmax(x, axis, out, threads, backend)
     chosen.softmax(problem, chosen.isa)
-    return results.deliver()
+    output: Array = _check.deliver(arrays, staged)
+    return output

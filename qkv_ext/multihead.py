@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Unpack
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv_ext import _check
-from qkv_ext._check import Projections
+from qkv_ext import _layers
+from qkv_ext._layers import Projections
 from qkv_ext._packed import PackedWeight
 from qkv_ext.attention import Options, scaled_dot_product_attention
 from qkv_ext.linear import linear_projection, pack_weight
@@ -26,9 +26,7 @@ class ProjectedKV(NamedTuple):
     v: Array
 
 
-def _project(
-    layer: Projections, part: str, x: Array, options: Options
-) -> Array:
+def _project(layer: Projections, part: str, x: Array, options: Options) -> Array:
     """X W + b for W_Q, W_K or W_V, heads before the length: (..., L, d_in) -> (..., H, L, D)."""
     heads = layer.num_heads if part == "q" else layer.num_kv_heads
     w, b = layer.weights[part], layer.biases[part]
@@ -39,7 +37,7 @@ def _project(
 
 
 def _project_kv(layer: Projections, context: ArrayLike, name: str, options: Options) -> ProjectedKV:
-    context = _check.sequence(context, name, layer, "k")
+    context = _layers.sequence(context, name, layer, "k")
     return ProjectedKV(
         _project(layer, "k", context, options), _project(layer, "v", context, options)
     )
@@ -59,18 +57,16 @@ def _attend(
     Everything has a head axis here, also for x (L, d_in): a batch axis is put before it, and taken
     off what is returned.
     """
-    x = _check.sequence(x, name, layer, "q")
-    out, rest = _check.projected_call(x, kv.k, kv.v, layer, dict(options), name)
+    x = _layers.sequence(x, name, layer, "q")
+    out, rest = _layers.projected_call(x, kv.k, kv.v, layer, dict(options), name)
     q, k, v = _project(layer, "q", x, options), kv.k, kv.v
     if single := x.ndim == 2:
         q, k, v = q[None], k[None], v[None]
     lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3])
     heads, length, dv = layer.num_heads, q.shape[-2], v.shape[-1]
     merged = np.empty((*lead, length, heads, dv), q.dtype)
-    extras = scaled_dot_product_attention(
-        q, k, v, out=merged.swapaxes(-3, -2), return_weights=return_weights,
-        return_lse=return_lse, **rest,
-    )  # fmt: skip
+    rest |= {"return_weights": return_weights, "return_lse": return_lse}
+    extras: Any = scaled_dot_product_attention(q, k, v, out=merged.swapaxes(-3, -2), **rest)
     output = merged.reshape(*lead, length, heads * dv)
     if single:
         output = output[0]
@@ -144,7 +140,7 @@ class MultiHeadAttention:
         num_heads: int,
         num_kv_heads: int | None = None,
     ) -> None:
-        layer = _check.projections(w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads)
+        layer = _layers.projections(w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads)
         packed = {
             part: w if w is None or isinstance(w, PackedWeight) else pack_weight(w)
             for part, w in layer.weights.items()
@@ -184,11 +180,10 @@ class MultiHeadAttention:
         >>> qkv_ext.MultiHeadAttention.from_fused(w, num_heads=2, num_kv_heads=1)
         MultiHeadAttention(d_in=8, num_heads=2, num_kv_heads=1, head_dim=8, d_out=16)
         """
-        w, b = _check.fused(w_qkv, b_qkv, w_o, num_heads, num_kv_heads)
-        return cls(
-            *w, w_o, b_q=b[0], b_k=b[1], b_v=b[2], b_o=b_o,
-            num_heads=num_heads, num_kv_heads=num_kv_heads,
-        )  # fmt: skip
+        w, b = _layers.fused(w_qkv, b_qkv, w_o, num_heads, num_kv_heads)
+        (w_q, w_k, w_v), (b_q, b_k, b_v) = w, b
+        biases = {"b_q": b_q, "b_k": b_k, "b_v": b_v, "b_o": b_o}
+        return cls(w_q, w_k, w_v, w_o, **biases, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
     def project_kv(
         self, context: ArrayLike, *, threads: int | None = None, backend: str | None = None
@@ -243,6 +238,8 @@ class MultiHeadAttention:
             kv = _project_kv(self._layer, x if context is None else context, name, options)
         elif context is not None:
             raise ValueError("context and kv are both given; expected one of them")
+        else:
+            kv = ProjectedKV(*_layers.projected_kv(kv, self._layer))
         return _attend(self._layer, x, kv, return_weights, return_lse, options)
 
     def __repr__(self) -> str:
@@ -319,7 +316,7 @@ def self_attention(
     ----------
     A. Vaswani et al., "Attention Is All You Need" (2017), section 3.2.
     """
-    layer = _check.projections(w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads)
+    layer = _layers.projections(w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads)
     kv = _project_kv(layer, x, "x", options)
     return _attend(layer, x, kv, return_weights, return_lse, options)
 
@@ -378,6 +375,6 @@ def cross_attention(
     ----------
     A. Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3.
     """
-    layer = _check.projections(w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads)
+    layer = _layers.projections(w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads)
     kv = _project_kv(layer, x_enc, "x_enc", options)
     return _attend(layer, x_dec, kv, return_weights, return_lse, options, name="x_dec")

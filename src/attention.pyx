@@ -228,7 +228,9 @@ cdef void score_tile(const Call *call, const Place *at, Desk *desk, Py_ssize_t t
     cdef const float *panels
     if call.direct:
         call.ops.dots(desk.q, call.D, <const float *> (at.k + tile * stride),
-                      stride // <Py_ssize_t> sizeof(float), desk.scores, lds, at.m, n, call.D)
+                      stride // <Py_ssize_t> sizeof(float), desk.scores, lds, at.m, n, call.D,
+                      <const float *> (at.v + tile * row_stride(&call.v)),
+                      row_stride(&call.v) // <Py_ssize_t> sizeof(float))
         return
     panels = packed_tile(call, at, desk, tile)
     for c from 0 <= c < n by PANEL:
@@ -239,7 +241,7 @@ cdef void score_tile(const Call *call, const Place *at, Desk *desk, Py_ssize_t t
                 depth = min(TILE, call.D - d)
                 call.ops.product(desk.q + r * call.D + d, call.D, panels + c * call.D + d * PANEL,
                                  PANEL, desk.scores + r * lds + c, lds,
-                                 desk.ones if d else NULL, min(step, at.m - r), cols, depth)
+                                 desk.ones if d else NULL, min(step, at.m - r), cols, depth, NULL, 0)
 
 
 cdef void clean_tile(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile,
@@ -270,6 +272,7 @@ cdef bint walk(const Call *call, const Place *at, Desk *desk, bint clean, int wo
     cdef Py_ssize_t lds = TILE + LANES, start = at.split * SPLIT, end = furthest(desk.rows, at.m)
     cdef Py_ssize_t tile, n, step, r, cols, least = call.S, ldv
     cdef const float *v
+    cdef const float *next
     for r in range(at.m):
         desk.rows[r].max = -INFINITY
         desk.rows[r].sum = 0.0
@@ -284,6 +287,9 @@ cdef bint walk(const Call *call, const Place *at, Desk *desk, bint clean, int wo
         n = min(TILE, end - tile)
         step = at.m if least >= tile + n or call.direct else call.ops.rows
         score_tile(call, at, desk, tile, n, step)
+        next = NULL
+        if call.direct and tile + TILE < end:
+            next = <const float *> (at.k + (tile + TILE) * row_stride(&call.k))
         if clean:
             clean_tile(call, at, desk, tile, n)
             v = desk.clean
@@ -298,7 +304,8 @@ cdef bint walk(const Call *call, const Place *at, Desk *desk, bint clean, int wo
             call.ops.softmax_tile(desk.scores + r * lds, lds, min(step, at.m - r), cols, tile,
                                   desk.rows + r, desk.factor + r)
             call.ops.product(desk.scores + r * lds, lds, v, ldv, desk.part.sums + r * call.Dv,
-                             call.Dv, desk.factor + r, min(step, at.m - r), call.Dv, cols)
+                             call.Dv, desk.factor + r, min(step, at.m - r), call.Dv, cols, next,
+                             row_stride(&call.k) // <Py_ssize_t> sizeof(float))
     return True
 
 
@@ -319,7 +326,8 @@ cdef void plain_row(const Call *call, const Place *at, Desk *desk, Py_ssize_t r,
     for tile from row.lo // TILE * TILE <= tile < row.hi by TILE:
         n = min(TILE, row.hi - tile)
         call.ops.dots(desk.q + r * call.D, call.D, <const float *> (at.k + tile * stride),
-                      stride // <Py_ssize_t> sizeof(float), line + tile, TILE, 1, n, call.D)
+                      stride // <Py_ssize_t> sizeof(float), line + tile, TILE, 1, n, call.D,
+                      NULL, 0)
     for j in range(row.lo, row.hi):
         if not allowed(row, j):
             line[j] = -INFINITY

@@ -96,7 +96,8 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
             else:
                 right = b + t * row_stride(&call.b) + j
                 ldb = row_stride(&call.b)
-            call.ops.product(a + t, lda, right, ldb, out + j, ldo, ones if t else NULL, m, n, depth)
+            call.ops.product(a + t, lda, right, ldb, out + j, ldo, ones if t else NULL, m, n, depth,
+                             NULL, 0)
             if call.bias != NULL and t + depth == call.K:
                 for i in range(m):
                     add_bias(out + i * ldo + j, call.bias + j, n)

@@ -2,8 +2,8 @@
 
     output = softmax(scale Q Kᵀ + mask, over the allowed keys) V
 
-q (..., H, L, D), k (..., Hkv, S, D), v (..., Hkv, S, Dv) with equal ranks; heads are at axis -3 from
-rank 4 on.  An excluded key is selected away, never added; a row without keys is zeros.
+q (..., H, L, D), k (..., Hkv, S, D) and v (..., Hkv, S, Dv) have equal ranks, and heads at axis -3
+from rank 4 on.  Excluded keys are selected, never added; a row without keys is zeros.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ def attention(q, k, v, *, mask=None, causal=False, align="bottom-right", scale=N
     """(output (..., H, L, Dv), weights (..., H, L, S), lse (..., H, L)), all of them in float64."""
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     if q.ndim >= 4 and q.shape[-3]:  # query head h uses key head h // (H / Hkv)
-        k, v = (np.repeat(x, q.shape[-3] // k.shape[-3], axis=-3) for x in (k, v))
+        k, v = (np.repeat(x, q.shape[-3] // x.shape[-3], axis=-3) for x in (k, v))
     scores = q * (1 / np.sqrt(q.shape[-1]) if scale is None else scale) @ k.swapaxes(-1, -2)
     length, s = scores.shape[-2:]
     allowed = np.ones(scores.shape, bool)

@@ -14,7 +14,7 @@
 #endif
 
 typedef __m256 vec;
-enum { VL = 8 };
+#define VL 8
 #define ROWS 6
 #define VECS 2
 #define QKV_NAME "avx2"

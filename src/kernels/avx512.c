@@ -14,7 +14,7 @@
 #endif
 
 typedef __m512 vec;
-enum { VL = 16 };
+#define VL 16
 #define ROWS 6
 #define VECS 4
 #define QKV_NAME "avx512"

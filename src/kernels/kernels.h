@@ -40,14 +40,18 @@ typedef struct {
     ptrdiff_t rows;
 
     /* c[m, n] ldc = a[m, k] lda . b[k, n] ldb, plus keep[i] c[i, :] where keep is not NULL.
-       Each element is one chain of k fused steps from zero, whatever m, n and the position. */
+       Each element is one chain of k fused steps from zero, whatever m, n and the position.
+       next[k, n] ldn is prefetched meanwhile; NULL where memory is not what it waits for. */
     void (*product)(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb, float *c,
-                    ptrdiff_t ldc, const float *keep, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k);
+                    ptrdiff_t ldc, const float *keep, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k,
+                    const float *next, ptrdiff_t ldn);
 
     /* c[m, n] ldc = a[m, k] lda . b[n, k] ldb transposed: dot products of rows, for the few
-       queries of a decode step, where packing b would cost more than the product. */
+       queries of a decode step, where packing b would cost more than the product.
+       next[n, k] ldn is prefetched meanwhile, unless it is NULL. */
     void (*dots)(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb, float *c,
-                 ptrdiff_t ldc, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k);
+                 ptrdiff_t ldc, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k, const float *next,
+                 ptrdiff_t ldn);
 
     /* panel[k, PANEL] PANEL = b[n, k] ldb transposed, n <= PANEL; columns from n up to the next
        multiple of LANES become zero. */

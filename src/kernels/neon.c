@@ -7,7 +7,7 @@
 #include <string.h>
 
 typedef float32x4_t vec;
-enum { VL = 4 };
+#define VL 4
 #define ROWS 6
 #define VECS 4
 #define QKV_NAME "neon"

@@ -5,7 +5,7 @@
 #include "kernels.h"
 
 typedef float vec;
-enum { VL = 1 };
+#define VL 1
 #define ROWS 6
 #define VECS 4
 #define QKV_NAME "scalar"

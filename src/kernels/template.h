@@ -21,35 +21,43 @@
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
+#define LINE 16 /* floats of a cache line */
 #define ROUND_UP(n, to) (((n) + (to) - 1) / (to) * (to))
 
 #if defined(__GNUC__)
 #define ALWAYS_INLINE inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16") /* before acc is given a place in memory: it needs none */
+#define PREFETCH(p) __builtin_prefetch(p, 0, 2) /* into the second-level cache; never faults */
 #else
 #define ALWAYS_INLINE __forceinline
+#define UNROLL
+#define PREFETCH(p) ((void)0)
 #endif
 
 /* ---- product: c = a b (+ keep c) ------------------------------------------------------------- */
 
 /* One register tile.  rows, vecs and partial are constants in every caller, so that the loops over
-   them unroll and acc stays in registers; last is the number of columns of a partial last vector. */
+   them unroll and acc stays in registers; last is the number of columns of a partial last vector.
+   Row t of next is prefetched while row t of b is read. */
 static ALWAYS_INLINE void product_tile(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb,
                                        float *c, ptrdiff_t ldc, const float *keep, ptrdiff_t k,
-                                       ptrdiff_t last, const int rows, const int vecs,
-                                       const int partial) {
+                                       const float *next, ptrdiff_t ldn, ptrdiff_t last,
+                                       const int rows, const int vecs, const int partial) {
     vec acc[ROWS][VECS], right[VECS];
-    for (int i = 0; i < rows; i++)
-        for (int j = 0; j < vecs; j++) acc[i][j] = v_zero();
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < vecs; j++) acc[i][j] = v_zero();
     for (ptrdiff_t t = 0; t < k; t++) {
-        for (int j = 0; j < vecs - partial; j++) right[j] = v_load(b + t * ldb + j * VL);
+        UNROLL for (int j = 0; j < vecs - partial; j++) right[j] = v_load(b + t * ldb + j * VL);
         if (partial) right[vecs - 1] = v_load_n(b + t * ldb + (vecs - 1) * VL, last);
-        for (int i = 0; i < rows; i++) {
+        if (next)
+            UNROLL for (int j = 0; j < vecs * VL; j += LINE) PREFETCH(next + t * ldn + j);
+        UNROLL for (int i = 0; i < rows; i++) {
             vec left = v_set1(a[i * lda + t]);
-            for (int j = 0; j < vecs; j++) acc[i][j] = v_fma(left, right[j], acc[i][j]);
+            UNROLL for (int j = 0; j < vecs; j++) acc[i][j] = v_fma(left, right[j], acc[i][j]);
         }
     }
-    for (int i = 0; i < rows; i++) {
-        for (int j = 0; j < vecs; j++) {
+    UNROLL for (int i = 0; i < rows; i++) {
+        UNROLL for (int j = 0; j < vecs; j++) {
             float *to = c + i * ldc + j * VL;
             int short_one = partial && j == vecs - 1;
             vec value = acc[i][j];
@@ -66,16 +74,20 @@ static ALWAYS_INLINE void product_tile(const float *a, ptrdiff_t lda, const floa
 }
 
 typedef void product_fn(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb, float *c,
-                        ptrdiff_t ldc, const float *keep, ptrdiff_t k, ptrdiff_t last);
+                        ptrdiff_t ldc, const float *keep, ptrdiff_t k, const float *next,
+                        ptrdiff_t ldn, ptrdiff_t last);
 
 #define PRODUCT(rows, vecs)                                                                        \
     static void product_##rows##x##vecs(const float *a, ptrdiff_t lda, const float *b,             \
                                         ptrdiff_t ldb, float *c, ptrdiff_t ldc, const float *keep, \
-                                        ptrdiff_t k, ptrdiff_t last) {                             \
-        if (last == VL)                                                                            \
-            product_tile(a, lda, b, ldb, c, ldc, keep, k, last, rows, vecs, 0);                    \
+                                        ptrdiff_t k, const float *next, ptrdiff_t ldn,             \
+                                        ptrdiff_t last) {                                          \
+        if (last < VL)                                                                             \
+            product_tile(a, lda, b, ldb, c, ldc, keep, k, NULL, 0, last, rows, vecs, 1);           \
+        else if (next)                                                                             \
+            product_tile(a, lda, b, ldb, c, ldc, keep, k, next, ldn, last, rows, vecs, 0);         \
         else                                                                                       \
-            product_tile(a, lda, b, ldb, c, ldc, keep, k, last, rows, vecs, 1);                    \
+            product_tile(a, lda, b, ldb, c, ldc, keep, k, NULL, 0, last, rows, vecs, 0);           \
     }
 #define PRODUCTS(vecs)                                                                             \
     PRODUCT(1, vecs) PRODUCT(2, vecs) PRODUCT(3, vecs) PRODUCT(4, vecs) PRODUCT(5, vecs)           \
@@ -96,74 +108,100 @@ static product_fn *const products[VECS][ROWS] = {PRODUCT_NAMES(1), PRODUCT_NAMES
 #endif
 
 static void product(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb, float *c,
-                    ptrdiff_t ldc, const float *keep, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k) {
+                    ptrdiff_t ldc, const float *keep, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k,
+                    const float *next, ptrdiff_t ldn) {
     for (ptrdiff_t j = 0; j < n; j += VECS * VL) {
         ptrdiff_t cols = MIN(VECS * VL, n - j), vecs = (cols + VL - 1) / VL;
         product_fn *const *by_rows = products[vecs - 1];
         for (ptrdiff_t i = 0; i < m; i += ROWS)
             by_rows[MIN(ROWS, m - i) - 1](a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc,
-                                          keep ? keep + i : NULL, k, cols - (vecs - 1) * VL);
+                                          keep ? keep + i : NULL, k, next ? next + j : NULL, ldn,
+                                          cols - (vecs - 1) * VL);
     }
 }
 
 /* ---- dots: c = a b^T from rows of b ---------------------------------------------------------- */
 
-/* rows rows of a with VL / rows rows of b make VL sums over lanes, added up in one tree. */
-static ALWAYS_INLINE void dots_tile(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb,
-                                    float *c, ptrdiff_t ldc, ptrdiff_t n, ptrdiff_t k,
-                                    const int rows) {
-    enum { MOST = VL };
+/* rows rows of a with VL / rows rows of b make VL sums over lanes, added up in one tree.  filled of
+   the rows of b are there; rows, and filled where the group is whole, are constants. */
+static ALWAYS_INLINE void dots_group(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb,
+                                     float *c, ptrdiff_t ldc, ptrdiff_t k, const float *next,
+                                     ptrdiff_t ldn, const ptrdiff_t filled, const int rows) {
     const int keys = VL / rows;
-    for (ptrdiff_t j = 0; j < n; j += keys) {
-        const float *right[MOST];
-        vec acc[MOST];
-        float sums[VL];
-        ptrdiff_t t = 0, filled = MIN(keys, n - j);
-        for (int u = 0; u < keys; u++) right[u] = b + (j + MIN(u, filled - 1)) * ldb;
-        for (int u = 0; u < VL; u++) acc[u] = v_zero();
-        for (; t + VL <= k; t += VL) {
-            for (int u = 0; u < keys; u++) {
-                vec x = v_load(right[u] + t);
-                for (int i = 0; i < rows; i++)
-                    acc[i * keys + u] = v_fma(v_load(a + i * lda + t), x, acc[i * keys + u]);
-            }
+    ptrdiff_t t = 0;
+    float sums[VL];
+    vec acc[VL];
+    UNROLL for (int u = 0; u < VL; u++) acc[u] = v_zero();
+    for (; t + VL <= k; t += VL) {
+        UNROLL for (int u = 0; u < keys; u++) {
+            vec x = v_load(b + MIN(u, filled - 1) * ldb + t);
+            if (next && t % LINE == 0) PREFETCH(next + u * ldn + t);
+            UNROLL for (int i = 0; i < rows; i++)
+                acc[i * keys + u] = v_fma(v_load(a + i * lda + t), x, acc[i * keys + u]);
         }
-        if (t < k) {
-            for (int u = 0; u < keys; u++) {
-                vec x = v_load_n(right[u] + t, k - t);
-                for (int i = 0; i < rows; i++)
-                    acc[i * keys + u] =
-                        v_fma(v_load_n(a + i * lda + t, k - t), x, acc[i * keys + u]);
-            }
-        }
-        v_store(sums, v_sums(acc));
-        for (int i = 0; i < rows; i++)
-            for (ptrdiff_t u = 0; u < filled; u++) c[i * ldc + j + u] = sums[i * keys + u];
     }
+    if (t < k) {
+        UNROLL for (int u = 0; u < keys; u++) {
+            vec x = v_load_n(b + MIN(u, filled - 1) * ldb + t, k - t);
+            UNROLL for (int i = 0; i < rows; i++)
+                acc[i * keys + u] = v_fma(v_load_n(a + i * lda + t, k - t), x, acc[i * keys + u]);
+        }
+    }
+    v_store(sums, v_sums(acc));
+    UNROLL for (int i = 0; i < rows; i++)
+        memcpy(c + i * ldc, sums + i * keys, (size_t)filled * sizeof *c);
+}
+
+static ALWAYS_INLINE void dots_rows(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb,
+                                    float *c, ptrdiff_t ldc, ptrdiff_t n, ptrdiff_t k,
+                                    const float *next, ptrdiff_t ldn, const int rows) {
+    const int keys = VL / rows;
+    ptrdiff_t j = 0;
+    if (next)
+        for (; j + keys <= n; j += keys)
+            dots_group(a, lda, b + j * ldb, ldb, c + j, ldc, k, next + j * ldn, ldn, keys, rows);
+    for (; j + keys <= n; j += keys)
+        dots_group(a, lda, b + j * ldb, ldb, c + j, ldc, k, NULL, 0, keys, rows);
+    if (j < n) dots_group(a, lda, b + j * ldb, ldb, c + j, ldc, k, NULL, 0, n - j, rows);
 }
 
 static void dots(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb, float *c,
-                 ptrdiff_t ldc, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k) {
+                 ptrdiff_t ldc, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k, const float *next,
+                 ptrdiff_t ldn) {
 #if VL >= 4
-    for (; m >= 4; m -= 4, a += 4 * lda, c += 4 * ldc) dots_tile(a, lda, b, ldb, c, ldc, n, k, 4);
-    for (; m >= 2; m -= 2, a += 2 * lda, c += 2 * ldc) dots_tile(a, lda, b, ldb, c, ldc, n, k, 2);
+    for (; m >= 4; m -= 4, a += 4 * lda, c += 4 * ldc, next = NULL)
+        dots_rows(a, lda, b, ldb, c, ldc, n, k, next, ldn, 4);
+    for (; m >= 2; m -= 2, a += 2 * lda, c += 2 * ldc, next = NULL)
+        dots_rows(a, lda, b, ldb, c, ldc, n, k, next, ldn, 2);
 #endif
-    for (; m >= 1; m -= 1, a += lda, c += ldc) dots_tile(a, lda, b, ldb, c, ldc, n, k, 1);
+    for (; m >= 1; m -= 1, a += lda, c += ldc, next = NULL)
+        dots_rows(a, lda, b, ldb, c, ldc, n, k, next, ldn, 1);
 }
 
 /* ---- pack: rows become the columns of a panel ------------------------------------------------ */
 
+/* VL rows by VL columns, of which filled and depth are there; constants where the block is whole. */
+static ALWAYS_INLINE void pack_block(const float *b, ptrdiff_t ldb, float *panel,
+                                     const ptrdiff_t filled, const ptrdiff_t depth) {
+    vec block[VL];
+    UNROLL for (int i = 0; i < VL; i++)
+        block[i] = i >= filled    ? v_zero()
+                   : depth == VL ? v_load(b + i * ldb)
+                                 : v_load_n(b + i * ldb, depth);
+    v_transpose(block);
+    UNROLL for (int i = 0; i < VL; i++)
+        if (i < depth) v_store(panel + i * PANEL, block[i]);
+}
+
 static void pack(const float *b, ptrdiff_t ldb, float *panel, ptrdiff_t n, ptrdiff_t k) {
     for (ptrdiff_t j = 0; j < ROUND_UP(n, LANES); j += VL) {
         for (ptrdiff_t t = 0; t < k; t += VL) {
-            ptrdiff_t depth = MIN(VL, k - t), filled = MIN(VL, MAX(n - j, 0));
-            vec block[VL];
-            for (ptrdiff_t i = 0; i < filled; i++)
-                block[i] = depth == VL ? v_load(b + (j + i) * ldb + t)
-                                       : v_load_n(b + (j + i) * ldb + t, depth);
-            for (ptrdiff_t i = filled; i < VL; i++) block[i] = v_zero();
-            v_transpose(block);
-            for (ptrdiff_t i = 0; i < depth; i++) v_store(panel + (t + i) * PANEL + j, block[i]);
+            const float *from = b + j * ldb + t;
+            float *to = panel + t * PANEL + j;
+            if (n - j >= VL && k - t >= VL)
+                pack_block(from, ldb, to, VL, VL);
+            else
+                pack_block(from, ldb, to, MAX(n - j, 0), MIN(VL, k - t));
         }
     }
 }

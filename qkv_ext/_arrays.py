@@ -1,0 +1,174 @@
+"""One argument at a time: arrays as the kernels can read and write them, masks, and options.
+
+Every function takes the name of the argument, for the error that says what it got and what was
+expected.  _check.py puts them together.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array: TypeAlias = NDArray[Any]
+
+FLOAT32 = np.dtype(np.float32)
+FLOAT64 = np.dtype(np.float64)
+_COMPUTED: dict[Any, np.dtype[Any]] = {FLOAT32: FLOAT32, FLOAT64: FLOAT64}
+_LARGEST_SCALE = float(np.finfo(np.float32).max)
+
+
+def _array(x: Any, name: str) -> Array:
+    """Anything array-like as an ndarray; without a copy where it speaks DLPack or has a buffer."""
+    if isinstance(x, np.ndarray):
+        if isinstance(x, np.ma.MaskedArray):
+            raise TypeError(f"{name} is a numpy.ma.MaskedArray; expected a plain array and mask=")
+        return x.view(np.ndarray)
+    if hasattr(x, "__dlpack__"):
+        return np.from_dlpack(x)
+    return np.asarray(x)
+
+
+def operand(x: Any, name: str, least: int) -> Array:
+    """A native float array of at least that rank whose rows the kernels can read in place."""
+    if type(x) is np.ndarray and x.dtype is FLOAT32 and x.flags.carray and x.ndim >= least:
+        return x  # the plain case, quickly
+    array = _array(x, name)
+    dtype = _COMPUTED.get(array.dtype.newbyteorder("="))
+    if dtype is None:
+        raise TypeError(f"{name} has dtype {array.dtype}; expected float32 or float64")
+    if array.ndim < least:
+        axes = "1 axis" if least == 1 else f"{least} axes"
+        raise ValueError(f"{name} has shape {array.shape}; expected at least {axes}")
+    if not array.dtype.isnative:
+        array = array.astype(dtype)
+    elif array.dtype is not dtype:  # another object for the same dtype
+        array = array.view(dtype)
+    strided = array.ndim and array.strides[-1] != array.itemsize and array.shape[-1] > 1
+    if strided or not array.flags.aligned:
+        array = np.array(array, order="C")
+    return array
+
+
+def same_dtype(**arrays: Array) -> None:
+    dtypes = {name: x.dtype for name, x in arrays.items()}
+    if len(set(dtypes.values())) > 1:
+        got = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise TypeError(f"{', '.join(dtypes)} have different dtypes ({got}); expected one dtype")
+
+
+def _overlaps_itself(x: Array) -> bool:
+    """Whether two elements of x share memory."""
+    span = x.itemsize
+    for step, n in sorted(
+        (abs(step), n) for step, n in zip(x.strides, x.shape, strict=True) if n > 1
+    ):
+        if step < span:  # nested strides never do this; the rest is decided element by element
+            offsets = np.zeros(x.shape, np.intp)
+            for axis, (by, count) in enumerate(zip(x.strides, x.shape, strict=True)):
+                along = [1] * x.ndim
+                along[axis] = count
+                offsets += (np.arange(count) * by).reshape(along)
+            return bool((np.diff(np.sort(offsets, axis=None)) < x.itemsize).any())
+        span += (n - 1) * step
+    return False
+
+
+def target(
+    out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], *inputs: Array | None
+) -> tuple[Array, Array | None]:
+    """The caller's output array, and the array to compute in its place, if it needs one.
+
+    out may be strided and may overlap an input.  Where the kernels cannot write its rows, or would
+    overwrite what they still have to read, the result is computed elsewhere and copied.
+    """
+    if out is None:
+        return np.empty(shape, dtype), None
+    if not isinstance(out, np.ndarray):
+        raise TypeError(f"out is a {type(out).__name__}; expected a numpy.ndarray")
+    if out.shape != shape:
+        raise ValueError(f"out has shape {out.shape}; expected {shape}")
+    if out.dtype.newbyteorder("=") != dtype:
+        raise TypeError(f"out has dtype {out.dtype}; expected {dtype}")
+    if not out.flags.writeable:
+        raise ValueError("out is read-only; expected a writeable array")
+    if out.size and _overlaps_itself(out):
+        raise ValueError("out has elements that overlap each other; expected separate elements")
+    if (
+        out.dtype is dtype
+        and out.flags.aligned
+        and (not out.ndim or out.strides[-1] == out.itemsize or out.shape[-1] <= 1)
+        and type(out) is np.ndarray
+        and not any(x is not None and np.may_share_memory(out, x) for x in inputs)
+    ):
+        return out, None
+    return out, np.empty(shape, dtype)
+
+
+def mask(given: Any, scores: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """The mask in the kernels' terms: bool, or floats of the compute dtype where -inf excludes.
+
+    It keeps its size-1 axes: nothing is expanded in memory.
+    """
+    mask = _array(given, "mask")
+    kind = mask.dtype
+    if kind != bool and kind.kind != "f" and kind.name != "bfloat16":
+        hint = (
+            "mask.astype(bool), True keeps a key" if kind.kind in "iu" else "bool or a float dtype"
+        )
+        raise TypeError(f"mask has dtype {kind}; expected bool or floating point: {hint}")
+    if mask.ndim > len(scores) or any(
+        n not in (1, full) for n, full in zip(mask.shape[::-1], scores[::-1], strict=False)
+    ):
+        raise ValueError(f"mask has shape {mask.shape}; expected one that broadcasts to {scores}")
+    # axes that are broadcast already go back to length 1: nothing is expanded in memory
+    short = tuple(slice(0, 1) if step == 0 else slice(None) for step in mask.strides)
+    mask = mask[short]
+    if mask.ndim < len(scores):
+        mask = mask[(None,) * (len(scores) - mask.ndim)]
+    if kind != bool and kind is not dtype:
+        wide = mask
+        with np.errstate(over="ignore"):
+            mask = wide.astype(dtype)
+        if kind.itemsize > dtype.itemsize:  # a finite value stays finite: only −inf excludes
+            beyond = np.isinf(mask) & np.isfinite(wide)
+            mask[beyond] = np.copysign(np.finfo(dtype).max, wide[beyond])
+    if not mask.flags.aligned or (mask.shape[-1] > 1 and mask.strides[-1] != mask.itemsize):
+        mask = np.array(mask, order="C")
+    return mask
+
+
+def switch(value: object, name: str) -> bool:
+    """A bool, and nothing that merely looks like one."""
+    if value is True or value is False:
+        return value
+    if isinstance(value, np.bool_):
+        return bool(value)
+    raise TypeError(f"{name} is {value!r}; expected True or False")
+
+
+def scale(given: object, d: int) -> float:
+    """The scale as a float; 1/√D where none is given."""
+    if given is None:
+        if d == 0:
+            raise ValueError("scale is None, but D is 0 and 1/√0 is no number; give a scale")
+        return 1.0 / math.sqrt(d)
+    number: Any = given
+    if isinstance(number, np.ndarray) and number.ndim == 0:
+        number = number[()]
+    if isinstance(number, (bool, np.bool_)) or not isinstance(
+        number, (int, float, np.integer, np.floating)
+    ):
+        raise TypeError(f"scale is {given!r}; expected a real number or None")
+    if not abs(number) <= _LARGEST_SCALE:
+        raise ValueError(f"scale is {given!r}; expected a finite float32 number or None")
+    return float(number)
+
+
+def choice(value: object, name: str, choices: tuple[str, ...]) -> None:
+    """Raise unless the value is one of the choices."""
+    if value not in choices:
+        kind = ValueError if isinstance(value, str) else TypeError
+        raise kind(f"{name} is {value!r}; expected {' or '.join(map(repr, choices))}")

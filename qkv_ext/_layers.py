@@ -1,0 +1,188 @@
+"""The front door of the projection calls: weights against each other, sequences against weights."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qkv_ext import _arrays, _check
+from qkv_ext._arrays import Array, operand, same_dtype
+from qkv_ext._packed import PackedWeight
+
+_OPTIONS = ("mask", "causal", "align", "scale", "out", "threads", "backend")
+
+
+class Projections(NamedTuple):
+    """The checked weights and biases of a layer, each by "q", "k", "v" and "o"."""
+
+    weights: dict[str, Any]  # array or PackedWeight; "o" may be None
+    biases: dict[str, Any]  # array or None
+    num_heads: int
+    num_kv_heads: int
+
+
+def _heads(value: object, name: str) -> int:
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; expected a positive integer")
+    if value < 1:
+        raise ValueError(f"{name} is {value}; expected a positive integer")
+    return int(value)
+
+
+def _both_heads(num_heads: int, num_kv_heads: int | None) -> tuple[int, int]:
+    h = _heads(num_heads, "num_heads")
+    hkv = h if num_kv_heads is None else _heads(num_kv_heads, "num_kv_heads")
+    if h % hkv:
+        raise ValueError(f"num_heads is {h}, no multiple of num_kv_heads, {hkv}")
+    return h, hkv
+
+
+def _weight(w: Any, name: str) -> Any:
+    return w if isinstance(w, PackedWeight) else _check.matrix(w, name)
+
+
+def projections(
+    w_q: Any, w_k: Any, w_v: Any, w_o: Any, b_q: Any, b_k: Any, b_v: Any, b_o: Any,
+    num_heads: int, num_kv_heads: int | None,
+) -> Projections:  # fmt: skip
+    """Check the weights of a layer against each other and against the heads."""
+    h, hkv = _both_heads(num_heads, num_kv_heads)
+    given = {"q": w_q, "k": w_k, "v": w_v, "o": w_o}
+    weights: dict[str, Any] = {
+        p: None if w is None else _weight(w, f"w_{p}") for p, w in given.items()
+    }
+    for part, heads, name in (
+        ("q", h, "num_heads"),
+        ("k", hkv, "num_kv_heads"),
+        ("v", hkv, "num_kv_heads"),
+    ):
+        if weights[part] is None:
+            raise TypeError(f"w_{part} is None; expected a weight (d_in, d_out)")
+        if weights[part].shape[1] % heads:
+            raise ValueError(
+                f"w_{part} has shape {weights[part].shape}; expected columns that are a multiple "
+                f"of {name}, {heads}"
+            )
+    d, d_k, dv = (weights[p].shape[1] // n for p, n in (("q", h), ("k", hkv), ("v", hkv)))
+    if d != d_k:
+        raise ValueError(
+            f"w_q has {d} columns for each of {h} heads and w_k {d_k} for each of {hkv}; "
+            "expected one D"
+        )
+    if weights["k"].shape[0] != weights["v"].shape[0]:
+        raise ValueError(
+            f"w_k has shape {weights['k'].shape} and w_v {weights['v'].shape}; expected one d_in"
+        )
+    if weights["o"] is not None and weights["o"].shape[0] != h * dv:
+        raise ValueError(
+            f"w_o has shape {weights['o'].shape}; expected ({h * dv}, d_out), H·Dv rows"
+        )
+    biases = {"q": b_q, "k": b_k, "v": b_v, "o": b_o}
+    for part, b in biases.items():
+        if b is None:
+            continue
+        if weights[part] is None:
+            raise ValueError("b_o is given without w_o; expected both or none")
+        b = biases[part] = np.ascontiguousarray(operand(b, f"b_{part}", 1))
+        if b.shape != (weights[part].shape[1],):
+            raise ValueError(f"b_{part} has shape {b.shape}; expected {weights[part].shape[1:]}")
+    arrays = {f"w_{p}": w for p, w in weights.items() if w is not None}
+    arrays |= {f"b_{p}": b for p, b in biases.items() if b is not None}
+    same_dtype(**arrays)
+    return Projections(weights, biases, h, hkv)
+
+
+def fused(
+    w_qkv: Any, b_qkv: Any, w_o: Any, num_heads: int, num_kv_heads: int | None
+) -> tuple[list[Array], list[Any]]:
+    """Split a fused weight and bias into those of Q, K and V."""
+    h, hkv = _both_heads(num_heads, num_kv_heads)
+    w = _weight(w_qkv, "w_qkv")
+    if isinstance(w, PackedWeight):
+        raise TypeError("w_qkv is a PackedWeight; expected an array, it is split before packing")
+    parts = h + 2 * hkv
+    d, rest = divmod(w.shape[1], parts)
+    if w_o is not None:
+        d_o = _weight(w_o, "w_o").shape[0] // h
+        if w.shape[1] != parts * d_o:
+            raise ValueError(
+                f"w_qkv has {w.shape[1]} columns; expected {parts * d_o}, (H + 2 Hkv)·D with the "
+                f"D = {d_o} of w_o"
+            )
+    elif rest:
+        raise ValueError(
+            f"w_qkv has {w.shape[1]} columns; expected (H + 2 Hkv)·D, a multiple of {parts} such "
+            f"as {parts * max(d, 1)}"
+        )
+    cuts = [h * d, (h + hkv) * d]
+    biases: list[Any] = [None, None, None]
+    if b_qkv is not None:
+        b = operand(b_qkv, "b_qkv", 1)
+        if b.shape != w.shape[1:]:
+            raise ValueError(f"b_qkv has shape {b.shape}; expected {w.shape[1:]}")
+        biases = np.split(b, cuts)
+    return np.split(w, cuts, axis=1), biases
+
+
+def sequence(x: Any, name: str, layer: Projections, part: str) -> Array:
+    """Check a sequence (..., L, d_in) against the weight that is to project it."""
+    array = operand(x, name, 2)
+    w = layer.weights[part]
+    if array.shape[-1] != w.shape[0]:
+        raise ValueError(
+            f"{name} has shape {array.shape}; expected (..., {w.shape[0]}), the d_in of w_{part}"
+        )
+    same_dtype(**{name: array, f"w_{part}": w})
+    return array
+
+
+def projected_kv(kv: Any, layer: Projections) -> tuple[Array, Array]:
+    """Check what a caller hands back: k (..., Hkv, S, D) and v (..., Hkv, S, Dv)."""
+    if not isinstance(kv, tuple) or len(kv) != 2:
+        raise TypeError(f"kv is a {type(kv).__name__}; expected what project_kv returns")
+    k, v = operand(kv[0], "kv.k", 3), operand(kv[1], "kv.v", 3)
+    for part, x, name in (("k", k, "kv.k"), ("v", v, "kv.v")):
+        last = layer.weights[part].shape[1] // layer.num_kv_heads
+        if x.shape[-3] != layer.num_kv_heads or x.shape[-1] != last:
+            raise ValueError(
+                f"{name} has shape {x.shape}; expected (..., {layer.num_kv_heads}, S, {last})"
+            )
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(
+            f"kv.k and kv.v have shapes {k.shape} and {v.shape}; expected them to differ in the "
+            "last axis only"
+        )
+    return k, v
+
+
+def projected_call(
+    x: Array, k: Array, v: Array, layer: Projections, options: dict[str, Any], name: str
+) -> tuple[Array | None, dict[str, Any]]:
+    """Check what only a layer's call knows: its out, and the options of the attention call."""
+    unknown = options.keys() - set(_OPTIONS)
+    if unknown:
+        raise TypeError(
+            f"{min(unknown)!r} is no option of a projection call; expected {', '.join(_OPTIONS)}"
+        )
+    if k.ndim != x.ndim + 1 or v.ndim != k.ndim:
+        raise ValueError(
+            f"{name} has shape {x.shape}, the projected keys {k.shape}; expected the same number "
+            "of leading axes"
+        )
+    try:
+        lead = np.broadcast_shapes(x.shape[:-2], k.shape[:-3], v.shape[:-3])
+    except ValueError:
+        raise ValueError(
+            f"{name} has shape {x.shape}, the projected keys {k.shape}; their leading axes do not "
+            "broadcast"
+        ) from None
+    scores = (*lead, layer.num_heads, x.shape[-2], k.shape[-2])
+    if options.get("mask") is not None:  # the batch axis that x (L, d_in) gets is not the caller's
+        options["mask"] = _arrays.mask(options["mask"], scores, x.dtype)
+    out = options.pop("out", None)
+    if out is not None:
+        w_o = layer.weights["o"]
+        width = layer.num_heads * v.shape[-1] if w_o is None else w_o.shape[1]
+        _arrays.target(out, (*lead, x.shape[-2], width), x.dtype)
+    return out, options

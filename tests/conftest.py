@@ -1,0 +1,68 @@
+"""Every test that asks for a backend runs on each one that this machine can run.
+
+QKV_EXT_BACKEND restricts the run to one; QKV_EXT_REQUIRE_C=1 forbids a run without compiled ones.
+"""
+
+import os
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import qkv_ext
+
+ASKED_FOR = os.environ.get("QKV_EXT_BACKEND")
+BACKENDS = (ASKED_FOR,) if ASKED_FOR else qkv_ext.backends()
+ROOT = Path(qkv_ext.__file__).resolve().parents[1]  #: where the package under test lies
+
+
+def pytest_report_header(config):
+    return f"qkv_ext: {', '.join(BACKENDS)} of {ROOT / 'qkv_ext'}"  # D10: which ones ran
+
+
+def pytest_sessionstart(session):
+    if os.environ.get("QKV_EXT_REQUIRE_C") == "1":
+        assert qkv_ext.backends() != ("numpy",), "QKV_EXT_REQUIRE_C=1, and nothing is compiled"
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def backend(request):
+    """The name of each backend in turn."""
+    return request.param
+
+
+@pytest.fixture(scope="module", params=[name for name in BACKENDS if name != "numpy"])
+def compiled(request):
+    """The name of each compiled backend in turn."""
+    return request.param
+
+
+@pytest.fixture
+def rng(request):
+    """Random numbers that are the same in every run and on every backend."""
+    return np.random.default_rng(zlib.crc32(request.node.originalname.encode()))
+
+
+@pytest.fixture
+def python(tmp_path):
+    """Run code in a fresh interpreter, warnings being errors: python(code, path=, **environment).
+
+    Gives back what it printed; a failure shows what it wrote to stderr.
+    """
+    kept = {name: x for name, x in os.environ.items() if not name.startswith(("QKV_EXT_", "OMP_"))}
+
+    def run(code, *, path=ROOT, ok=True, **environment):
+        done = subprocess.run(
+            [sys.executable, "-P", "-W", "error", "-c", code],
+            env={**kept, "PYTHONPATH": str(path), **environment},
+            cwd=tmp_path,
+            capture_output=True,
+            encoding="utf-8",
+        )
+        assert (done.returncode == 0) is ok, done.stdout + done.stderr
+        return done.stdout.strip() if ok else done.stderr.strip()
+
+    return run

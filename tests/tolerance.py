@@ -1,0 +1,111 @@
+"""How far a result may be from the truth, and when two results must have the same bits.
+
+The error rule holds for each array that a call returns:
+
+    max |error| <= 2 max |error of the plain float32 formula| + 4 eps max |truth|
+
+The plain formula is computed twice, with NumPy's matmul and with sums that take one term after the
+other, and the farther one counts.  So no test holds a tolerance that was tuned by hand.
+"""
+
+import numpy as np
+
+F32 = np.finfo(np.float32)
+
+
+def matmul_in_order(a, b):
+    """a @ b, each sum taken one term after the other."""
+    shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    total = np.zeros(shape, a.dtype)
+    for i in range(a.shape[-1]):
+        total += a[..., :, i, None] * b[..., None, i, :]
+    return total
+
+
+def sum_in_order(x):
+    """The sums over the last axis, each taken one term after the other."""
+    return np.add.accumulate(x, axis=-1)[..., -1] if x.shape[-1] else x.sum(axis=-1)
+
+
+def sum_by_numpy(x):
+    return x.sum(axis=-1)
+
+
+WAYS = ((np.matmul, sum_by_numpy), (matmul_in_order, sum_in_order))  #: of the plain formula
+
+
+def mask_in_float32(mask):
+    """A float mask in the compute dtype, its finite values held at the limits."""
+    if mask is None or mask.dtype == bool:
+        return mask
+    held = np.clip(mask.astype(np.float64), F32.min, F32.max)
+    return np.where(np.isinf(mask), mask, held).astype(np.float32)
+
+
+def plain_attention(q, k, v, way, *, mask=None, causal=False, align="bottom-right", scale=None):
+    """(output, weights, lse) of the plain formula in float32."""
+    matmul, add_up = way
+    scale = np.float32(1 / np.sqrt(q.shape[-1]) if scale is None else scale)
+    if q.ndim >= 4 and q.shape[-3]:
+        k, v = (np.repeat(x, q.shape[-3] // x.shape[-3], axis=-3) for x in (k, v))
+    scores = matmul(q * scale, k.swapaxes(-1, -2))
+    length, s = scores.shape[-2:]
+    allowed = np.ones(scores.shape, bool)
+    if causal:
+        allowed &= np.tri(length, s, s - length if align == "bottom-right" else 0, bool)
+    mask = mask_in_float32(mask)
+    if mask is not None:
+        scores = scores if mask.dtype == bool else scores + mask
+        allowed &= mask if mask.dtype == bool else mask != -np.inf
+    scores[~allowed] = -np.inf
+    empty = ~allowed.any(axis=-1)
+    top = scores.max(axis=-1, initial=-np.inf)
+    top[empty] = 0
+    terms = np.exp(scores - top[..., None])
+    total = add_up(terms)
+    lse = np.full(top.shape, -np.inf, np.float32)
+    lse[~empty] = top[~empty] + np.log(total[~empty])
+    total[empty] = 1
+    weights = terms / total[..., None]
+    return matmul(weights, v), weights, lse
+
+
+def largest(x, minus=0.0):
+    """The largest magnitude of x - minus, in float64, where that is finite."""
+    with np.errstate(invalid="ignore"):  # -inf - (-inf) for the lse of empty rows
+        difference = np.abs(np.asarray(x, np.float64) - minus)
+    return float(difference[np.isfinite(difference)].max(initial=0))
+
+
+def allowed_error(truth, *plain):
+    """The bound of the error rule for one array."""
+    errors = [largest(x, truth) for x in plain]
+    return 2 * max(errors) + 4 * float(F32.eps) * largest(truth)
+
+
+def assert_within(actual, truth, bound, what="output"):
+    """The error rule; where the truth is infinite or NaN, the result is the same."""
+    assert actual.shape == truth.shape, what
+    assert actual.dtype == np.float32, what
+    finite = np.isfinite(truth)
+    np.testing.assert_array_equal(actual[~finite], truth[~finite], err_msg=what)
+    assert np.isfinite(actual[finite]).all(), f"{what} is not finite where the truth is"
+    error = largest(actual, truth)
+    assert error <= bound, f"{what}: error {error:.3g}, allowed {bound:.3g}"
+
+
+def assert_same_bits(actual, expected):
+    """Equal to the last bit, signs of zeros included."""
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    np.testing.assert_array_equal(actual, expected)  # for its message
+    assert actual.tobytes() == expected.tobytes(), "the sign of a zero or the bits of a NaN differ"
+
+
+def assert_same(actual, expected, backend):
+    """The same bits in a compiled backend; NumPy's depend on the BLAS, so there within rounding."""
+    if backend != "numpy":
+        return assert_same_bits(actual, expected)
+    assert actual.dtype == expected.dtype
+    scale = largest(expected)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6 * scale, strict=True)
