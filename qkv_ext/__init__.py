@@ -1,4 +1,4 @@
-"""Attention on the CPU for NumPy arrays: softmax(Q Kᵀ / √D) V, fast, small and exact about masks."""
+"""Attention on the CPU for NumPy arrays: softmax(Q Kᵀ / √D) V, small, fast, exact about masks."""
 
 from importlib.metadata import PackageNotFoundError as _NotInstalled
 from importlib.metadata import version as _version

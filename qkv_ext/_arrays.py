@@ -114,7 +114,7 @@ def mask(given: Any, scores: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """
     mask = _array(given, "mask")
     kind = mask.dtype
-    if kind != bool and kind.kind != "f" and kind.name != "bfloat16":
+    if kind.kind not in "bf" and kind.name != "bfloat16":
         hint = (
             "mask.astype(bool), True keeps a key" if kind.kind in "iu" else "bool or a float dtype"
         )
@@ -128,7 +128,7 @@ def mask(given: Any, scores: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     mask = mask[short]
     if mask.ndim < len(scores):
         mask = mask[(None,) * (len(scores) - mask.ndim)]
-    if kind != bool and kind is not dtype:
+    if kind.kind != "b" and kind is not dtype:
         wide = mask
         with np.errstate(over="ignore"):
             mask = wide.astype(dtype)
@@ -162,7 +162,7 @@ def scale(given: object, d: int) -> float:
         number, (int, float, np.integer, np.floating)
     ):
         raise TypeError(f"scale is {given!r}; expected a real number or None")
-    if not abs(number) <= _LARGEST_SCALE:
+    if not -_LARGEST_SCALE <= number <= _LARGEST_SCALE:
         raise ValueError(f"scale is {given!r}; expected a finite float32 number or None")
     return float(number)
 

@@ -36,7 +36,7 @@ class Problem(NamedTuple):
 
 
 class Product(NamedTuple):
-    """One product out = a b + bias; leading axes broadcast, unless b is packed: then a is (M, K)."""
+    """One product out = a b + bias; leading axes broadcast.  Where b is packed, a is (M, K)."""
 
     a: Array  # (..., M, K)
     b: Array  # (..., K, N), or panels (P, K, 64)
@@ -60,7 +60,7 @@ Checked: TypeAlias = tuple[_backends.Backend, T, tuple[Array, ...], Array | None
 
 
 def deliver(arrays: tuple[Array, ...], staged: Array | None) -> Any:
-    """What the caller gets: the output, or the tuple (output, weights, lse) of what was asked for.
+    """What the caller gets: the output, or a tuple (output, weights, lse) of what was asked for.
 
     staged is what was computed in the place of a caller's out that could not be written then.
     """
@@ -69,7 +69,7 @@ def deliver(arrays: tuple[Array, ...], staged: Array | None) -> Any:
     return arrays[0] if len(arrays) == 1 else arrays
 
 
-# ---- attention ------------------------------------------------------------------------------------
+# ---- attention ----------------------------------------------------------------------------------
 
 
 def attention(
@@ -175,7 +175,7 @@ def _shapes(given: tuple[tuple[int, ...], ...]) -> str:
     return "q, k and v have shapes {}, {} and {}".format(*given)
 
 
-# ---- matmul and its kin ---------------------------------------------------------------------------
+# ---- matmul and its kin --------------------------------------------------------------------------
 
 
 def matmul(a: Any, b: Any, out: Any, threads: Any, backend: Any) -> Checked[Product]:

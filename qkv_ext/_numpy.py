@@ -76,7 +76,7 @@ def _attend(problem: Problem, item: tuple[Any, ...], heads: slice, queries: slic
         shape = (*lead, problem.out.shape[-3], problem.out.shape[-2], problem.k.shape[-2])
         mask = np.broadcast_to(problem.mask, shape)[item][..., all_heads, queries, :]
         mask = mask.reshape(scores.shape)
-        if mask.dtype != bool:
+        if mask.dtype.kind != "b":
             scores += mask
             mask = mask != -np.inf
         allowed = mask if allowed is None else allowed & mask
@@ -92,6 +92,8 @@ def _attend(problem: Problem, item: tuple[Any, ...], heads: slice, queries: slic
     scores -= np.where(empty, 0, top)
     weights = np.exp(scores, out=scores)
     total = np.where(empty, 1, weights.sum(axis=-1, keepdims=True))
+    if allowed is not None and not np.isfinite(total).all():
+        weights = np.where(allowed, weights, 0)  # exp(-inf - NaN) is no weight of a key
     output = np.matmul(weights, v)
     finite = np.isfinite(output).all()
     if not finite:
