@@ -158,16 +158,13 @@ cdef void start_rows(const Call *call, const Place *at, Desk *desk) noexcept nog
     cdef const char *mask = item_of(call, &call.mask, at.item) if call.has_mask else NULL
     cdef const char *mask_row
     cdef const float *source
-    cdef float *target
     cdef qkv_row *row
-    cdef Py_ssize_t r, i, h, d
+    cdef Py_ssize_t r, i, h
     for r in range(at.m):
         i = (at.first_row + r) // call.group
         h = at.kv_head * call.group + (at.first_row + r) % call.group
         source = <const float *> (q + h * head_stride(&call.q) + i * row_stride(&call.q))
-        target = desk.q + r * call.D
-        for d in range(call.D):
-            target[d] = source[d] * call.scale
+        call.ops.scaled(source, call.scale, desk.q + r * call.D, call.D)
 
         row = &desk.rows[r]
         row.lo = 0
@@ -422,6 +419,9 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
     cdef Part waiting
     cdef Py_ssize_t r, head
     cdef bint fine = True
+    # first of all: while it waits, this worker may finish the rows of another task on its desk
+    if call.splits > 1 and wait_turn(call.order, index, worker, run):
+        return
     find_place(call, index, &at)
     lay_desk(call, call.desks + worker * call.desk_size, &desk)
     head = at.item * call.kv_heads + at.kv_head
@@ -429,8 +429,6 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
         memset(desk.packed, 0, (call.S + TILE - 1) // TILE)
         desk.head[0] = head
     start_rows(call, &at, &desk)
-    if call.splits > 1 and wait_turn(call.order, index, worker, run):
-        return
     if not walk(call, &at, &desk, False, worker, run):
         return
 
