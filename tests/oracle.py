@@ -14,6 +14,8 @@ def attention(q, k, v, *, mask=None, causal=False, align="bottom-right", scale=N
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     if q.ndim >= 4 and q.shape[-3]:  # query head h uses key head h // (H / Hkv)
         k, v = (np.repeat(x, q.shape[-3] // x.shape[-3], axis=-3) for x in (k, v))
+    lead = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    q = np.broadcast_to(q, (*lead, *q.shape[-2:]))
     scores = q * (1 / np.sqrt(q.shape[-1]) if scale is None else scale) @ k.swapaxes(-1, -2)
     length, s = scores.shape[-2:]
     allowed = np.ones(scores.shape, bool)

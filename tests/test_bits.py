@@ -23,6 +23,7 @@ SHAPES = {  # (B, H, Hkv, L, S, D, Dv)
     "decode": (8, 4, 2, 1, 40, 64, 64),
     "decode-splits": (3, 8, 2, 1, 5000, 64, 48),
     "few-queries": (3, 4, 1, 3, 2100, 32, 32),
+    "few-rows": (3, 2, 2, 7, 300, 20, 12),
 }
 OPTIONS = {
     "plain": {},
@@ -152,6 +153,17 @@ def test_order_of_the_queries(shape, backend, rng):
     expected = sdpa(q, k, v, backend=backend, **options)[:, :, order]
     options["mask"] = options["mask"][:, :, order]
     assert_same(sdpa(q[:, :, order], k, v, backend=backend, **options), expected, backend)
+
+
+@every_shape
+def test_equal_queries_of_one_group(shape, backend, rng):
+    """Heads that share keys and ask the same get the same."""
+    q, k, v, _ = draw(rng, shape, {})
+    group = q.shape[1] // k.shape[1]
+    q[:] = np.repeat(q[:, ::group], group, axis=1)
+    output = sdpa(q, k, v, causal=True, backend=backend)
+    for head in range(q.shape[1]):
+        assert_same(output[:, head], output[:, head // group * group], backend)
 
 
 @every_shape

@@ -48,6 +48,8 @@ def plain_attention(q, k, v, way, *, mask=None, causal=False, align="bottom-righ
     scale = np.float32(1 / np.sqrt(q.shape[-1]) if scale is None else scale)
     if q.ndim >= 4 and q.shape[-3]:
         k, v = (np.repeat(x, q.shape[-3] // x.shape[-3], axis=-3) for x in (k, v))
+    lead = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    q = np.broadcast_to(q, (*lead, *q.shape[-2:]))
     scores = matmul(q * scale, k.swapaxes(-1, -2))
     length, s = scores.shape[-2:]
     allowed = np.ones(scores.shape, bool)

@@ -1,0 +1,111 @@
+"""Every public name is documented, its examples run, and its signature reads like the others."""
+
+import doctest
+import inspect
+import re
+import types
+
+import pytest
+
+import qkv_ext
+
+PUBLIC = {name: getattr(qkv_ext, name) for name in qkv_ext.__all__ if name != "__version__"}
+FUNCTIONS = {name: x for name, x in PUBLIC.items() if inspect.isfunction(x)}
+LAYER = qkv_ext.MultiHeadAttention
+METHODS = {
+    f"MultiHeadAttention.{name}": getattr(LAYER, name)
+    for name in ("from_fused", "project_kv", "__call__")
+}
+COMPUTING = [name for name in FUNCTIONS if name not in ("backends", "show_config", "pack_weight")]
+
+
+def test_all_is_what_there_is():
+    """__all__ names everything public in the namespace but its own modules, in order."""
+    found = {
+        name
+        for name, x in vars(qkv_ext).items()
+        if not name.startswith("_") and not isinstance(x, types.ModuleType)
+    }
+    assert found | {"__version__"} == set(qkv_ext.__all__)
+    assert sorted(qkv_ext.__all__) == qkv_ext.__all__
+    assert set(qkv_ext.__all__) <= set(dir(qkv_ext))
+
+
+def test_version():
+    assert qkv_ext.__version__[0].isdigit()
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_documented(name):
+    doc = inspect.getdoc(PUBLIC[name])
+    assert doc
+    first = doc.splitlines()[0]
+    assert first.endswith("."), f"the first line of {name} is no sentence: {first!r}"
+    assert all(len(line) <= 100 for line in doc.splitlines())
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *METHODS])
+def test_sections(name):
+    """Parameters, Returns, Raises and Examples, wherever there are any."""
+    function = (FUNCTIONS | METHODS)[name]
+    doc = inspect.getdoc(function)
+    takes = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    expected = {
+        "Parameters": bool(takes),
+        "Returns": name not in ("show_config",),
+        "Raises": name not in ("show_config", "backends"),
+        "Examples": True,
+    }
+    missing = [
+        title for title, wanted in expected.items()
+        if wanted and f"{title}\n{'-' * len(title)}\n" not in doc
+    ]  # fmt: skip
+    assert not missing, f"{name} has no section {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *METHODS])
+def test_parameters_are_described(name):
+    """Each by its name in the section Parameters, in the order of the signature."""
+    function = (FUNCTIONS | METHODS)[name]
+    parameters = inspect.signature(function).parameters
+    doc = inspect.getdoc(function)
+    text = re.split(r"\n\w+\n-{4,}\n", "\n" + doc)[1] if parameters else ""
+    heads = [line.split(" : ")[0] for line in text.splitlines() if line.strip() == line != ""]
+    named = [part.strip().lstrip("*") for head in heads for part in head.split(",")]
+    assert [p for p in parameters if p != "self" and p not in named] == []
+    assert [n for n in named if n not in parameters] == []
+
+
+@pytest.mark.parametrize("name", COMPUTING)
+def test_signature(name):
+    """threads and backend come last, are named and are None by default; options are named."""
+    parameters = inspect.signature(FUNCTIONS[name]).parameters
+    if "options" in parameters:  # handed on to scaled_dot_product_attention
+        assert parameters["options"].kind is inspect.Parameter.VAR_KEYWORD
+        return
+    assert list(parameters)[-2:] == ["threads", "backend"]
+    for option in ("out", "threads", "backend"):
+        assert parameters[option].kind is inspect.Parameter.KEYWORD_ONLY
+        assert parameters[option].default is None
+
+
+def test_options_of_layers_are_those_of_attention():
+    """A new option of scaled_dot_product_attention reaches the projection calls."""
+    from qkv_ext.attention import Options
+
+    own = inspect.signature(qkv_ext.scaled_dot_product_attention).parameters
+    named = {n for n, p in own.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert set(Options.__annotations__) == named - {"layout", "return_weights", "return_lse"}
+
+
+@pytest.mark.parametrize("name", [*PUBLIC, *METHODS])
+def test_examples_run(name):
+    found = (PUBLIC | METHODS)[name]
+    tests = doctest.DocTestFinder(recurse=False).find(found, name, globs={})
+    runner = doctest.DocTestRunner(verbose=False)
+    for test in tests:
+        said: list[str] = []
+        runner.run(test, out=said.append)
+        assert runner.failures == 0, "".join(said)
+    if name in FUNCTIONS:
+        assert any(test.examples for test in tests), f"{name} has no example"
