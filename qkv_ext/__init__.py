@@ -6,7 +6,7 @@ from importlib.metadata import version as _version
 from qkv_ext._backends import PerformanceWarning, backends
 from qkv_ext._config import show_config
 from qkv_ext._packed import PackedWeight
-from qkv_ext.attention import scaled_dot_product_attention
+from qkv_ext.attention import alibi_slopes, scaled_dot_product_attention, varlen_attention
 from qkv_ext.linear import linear_projection, matmul, pack_weight, softmax
 from qkv_ext.multihead import MultiHeadAttention, ProjectedKV, cross_attention, self_attention
 
@@ -21,6 +21,7 @@ __all__ = [
     "PerformanceWarning",
     "ProjectedKV",
     "__version__",
+    "alibi_slopes",
     "backends",
     "cross_attention",
     "linear_projection",
@@ -30,4 +31,5 @@ __all__ = [
     "self_attention",
     "show_config",
     "softmax",
+    "varlen_attention",
 ]

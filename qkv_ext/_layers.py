@@ -10,7 +10,10 @@ from qkv_ext import _arrays, _check
 from qkv_ext._arrays import Array, operand, same_dtype
 from qkv_ext._packed import PackedWeight
 
-_OPTIONS = ("mask", "causal", "align", "scale", "out", "threads", "backend")
+_OPTIONS = (
+    "mask", "causal", "align", "scale", "window", "softcap", "alibi_slopes", "sinks", "kv_lengths",
+    "q_lengths", "query_offset", "key_offset", "out", "threads", "backend",
+)  # fmt: skip
 
 
 class Projections(NamedTuple):

@@ -28,8 +28,57 @@ CHUNK = 1 << 20  #: scores held at a time
 def attention(problem: Problem, isa: int = -1) -> None:
     """Write problem.out, and weights and lse where the problem has them."""
     with np.errstate(all="ignore"):  # NaN, inf and underflow are results here, not accidents
-        for item, heads, queries in _chunks(problem):
-            _attend(problem, item, heads, queries)
+        if problem.q.dtype.itemsize == 2:  # float16 and bfloat16: cast once, computed in float32
+            q, k, v = (x.astype(np.float32) for x in (problem.q, problem.k, problem.v))
+            out = np.empty(problem.out.shape, np.float32)
+            attention(problem._replace(q=q, k=k, v=v, out=out))
+            problem.out[...] = out
+            return
+        for part in _items(problem):
+            for item, heads, queries in _chunks(part):
+                _attend(part, item, heads, queries)
+
+
+def _items(problem: Problem) -> Iterator[Problem]:
+    """A problem whose items differ in lengths or offsets, as one problem an item."""
+    if problem.rules.spans is None:
+        yield problem
+        return
+    rules, lead = problem.rules, problem.out.shape[:-3]
+    q, k, v = (np.broadcast_to(x, lead + x.shape[-3:]) for x in (problem.q, problem.k, problem.v))
+    mask = problem.mask
+    if mask is not None:
+        mask = np.broadcast_to(mask, lead + mask.shape[-3:])
+    for empty, value in ((problem.out, 0), (problem.weights, 0), (problem.lse, -np.inf)):
+        if empty is not None:
+            empty[...] = value  # rows past an item's length are no rows
+    for n, (item, q_start, q_length, k_start, k_length, shift) in enumerate(rules.spans.tolist()):
+        index = np.unravel_index(item, lead)
+        queries = slice(q_start, q_start + q_length)
+        keys = slice(k_start, k_start + k_length)
+        own_mask = None
+        if mask is not None:
+            cut = tuple(
+                s if m > 1 else slice(None)
+                for s, m in zip((queries, keys), mask.shape[-2:], strict=True)
+            )
+            own_mask = mask[index][..., cut[0], cut[1]]
+        slopes = (
+            rules.slopes
+            if rules.slopes is None or len(rules.slopes) == 1
+            else rules.slopes[n : n + 1]
+        )
+        yield problem._replace(
+            q=q[index][:, queries],
+            k=k[index][:, keys],
+            v=v[index][:, keys],
+            mask=own_mask,
+            shift=shift,
+            rules=rules._replace(spans=None, slopes=slopes),
+            out=problem.out[index][:, queries],
+            weights=None if problem.weights is None else problem.weights[index][:, queries, keys],
+            lse=None if problem.lse is None else problem.lse[index][:, queries],
+        )
 
 
 def _chunks(problem: Problem) -> Iterator[tuple[tuple[Any, ...], slice, slice]]:
@@ -69,9 +118,18 @@ def _attend(problem: Problem, item: tuple[Any, ...], heads: slice, queries: slic
     k = part(problem.k, everything, heads)  # (..., Hkv, 1, S, D)
     v = part(problem.v, everything, heads)  # (..., Hkv, 1, S, Dv)
 
-    # scores, then what is excluded: selected, never added, so that NaN cannot leak
+    # scores: scale, softcap, ALiBi, mask
+    rules = problem.rules
     scores = np.matmul(q * q.dtype.type(problem.scale), k.swapaxes(-1, -2))
-    allowed = _allowed_by_order(problem, queries)
+    if rules.softcap:
+        cap = q.dtype.type(rules.softcap)
+        scores = cap * np.tanh(scores / cap)
+    distance = _positions(problem, queries)[:, None] - np.arange(k.shape[-2])
+    if rules.slopes is not None:
+        slopes = _per_item(problem, rules.slopes)[item][..., all_heads]
+        slopes = slopes.reshape(*scores.shape[:-2], 1, 1)
+        scores -= slopes * np.abs(distance).astype(q.dtype)
+    allowed = _allowed_by_order(problem, distance)
     if problem.mask is not None:
         shape = (*lead, problem.out.shape[-3], problem.out.shape[-2], problem.k.shape[-2])
         mask = np.broadcast_to(problem.mask, shape)[item][..., all_heads, queries, :]
@@ -80,6 +138,8 @@ def _attend(problem: Problem, item: tuple[Any, ...], heads: slice, queries: slic
             scores += mask
             mask = mask != -np.inf
         allowed = mask if allowed is None else allowed & mask
+
+    # what is excluded is selected, never added, so that NaN cannot leak
     if allowed is None:
         empty: Any = False
     else:
@@ -89,9 +149,16 @@ def _attend(problem: Problem, item: tuple[Any, ...], heads: slice, queries: slic
 
     # softmax; a row with no key subtracts 0, so that exp gives zeros, and divides by 1
     top = scores.max(axis=-1, keepdims=True, initial=-np.inf)
+    nothing: Any = -np.inf  # the lse of a row with no key
+    if rules.sinks is not None:
+        nothing = rules.sinks[all_heads].reshape(*scores.shape[-4:-2], 1, 1)
+        top = np.maximum(top, nothing)
     scores -= np.where(empty, 0, top)
     weights = np.exp(scores, out=scores)
-    total = np.where(empty, 1, weights.sum(axis=-1, keepdims=True))
+    total = weights.sum(axis=-1, keepdims=True)
+    if rules.sinks is not None:
+        total += np.exp(nothing - top)
+    total = np.where(empty, 1, total)
     if allowed is not None and not np.isfinite(total).all():
         weights = np.where(allowed, weights, 0)  # exp(-inf - NaN) is no weight of a key
     output = np.matmul(weights, v)
@@ -114,17 +181,30 @@ def _attend(problem: Problem, item: tuple[Any, ...], heads: slice, queries: slic
     if problem.weights is not None:
         _put(problem.weights, item, all_heads, queries, weights)
     if problem.lse is not None:
-        lse = np.where(empty, -np.inf, top + np.log(total))
+        lse = np.where(empty, nothing, top + np.log(total))
         _put(problem.lse[..., None], item, all_heads, queries, lse)
 
 
-def _allowed_by_order(problem: Problem, queries: slice) -> Array | None:
-    """(l, S) bool, True where the order of the keys allows one; None where it allows them all."""
-    s = problem.k.shape[-2]
-    if s and not problem.causal:
+def _positions(problem: Problem, queries: slice) -> Array:
+    """Where the queries stand on the axis of the keys, counted from the first key of the array."""
+    return np.arange(queries.start, queries.stop) + problem.shift
+
+
+def _per_item(problem: Problem, slopes: Array) -> Array:
+    """(items or 1, H) as (..., H)."""
+    lead = problem.out.shape[:-3]
+    return np.broadcast_to(slopes, (math.prod(lead), slopes.shape[-1])).reshape(*lead, -1)
+
+
+def _allowed_by_order(problem: Problem, distance: Array) -> Array | None:
+    """(l, S) bool, True where order and window allow the key; None where they allow them all.
+
+    distance is how far each key lies behind each query: i + shift - j.
+    """
+    left, right = problem.rules.left, problem.rules.right
+    if distance.size and distance.max() <= left and -distance.min() <= right:
         return None
-    i = np.arange(queries.start, queries.stop)[:, None]
-    return np.arange(s) <= i + problem.offset
+    return (distance <= left) & (-distance <= right)
 
 
 def _plain_row(weights: Array, v: Array, allowed: Array) -> Array:

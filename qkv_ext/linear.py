@@ -67,9 +67,9 @@ def matmul(
     The blocking is that of K. Goto and R. van de Geijn, "Anatomy of High-Performance Matrix
     Multiplication", ACM TOMS 34 (2008).
     """
-    chosen, problem, arrays, staged = _check.matmul(a, b, out, threads, backend)
+    chosen, problem, arrays, copies = _check.matmul(a, b, out, threads, backend)
     chosen.product(problem, chosen.isa)
-    output: Array = _check.deliver(arrays, staged)
+    output: Array = _check.deliver(arrays, copies)
     return output
 
 
@@ -121,9 +121,9 @@ def linear_projection(
     >>> qkv_ext.linear_projection(x, qkv_ext.pack_weight(w)).shape
     (4, 3)
     """
-    chosen, problem, arrays, staged = _check.linear(x, w, b, out, threads, backend)
+    chosen, problem, arrays, copies = _check.linear(x, w, b, out, threads, backend)
     chosen.product(problem, chosen.isa)
-    output: Array = _check.deliver(arrays, staged)
+    output: Array = _check.deliver(arrays, copies)
     return output
 
 
@@ -201,7 +201,7 @@ def softmax(
     >>> qkv_ext.softmax(np.float32([1000.0, 1000.0]))
     array([0.5, 0.5], dtype=float32)
     """
-    chosen, problem, arrays, staged = _check.softmax(x, axis, out, threads, backend)
+    chosen, problem, arrays, copies = _check.softmax(x, axis, out, threads, backend)
     chosen.softmax(problem, chosen.isa)
-    output: Array = _check.deliver(arrays, staged)
+    output: Array = _check.deliver(arrays, copies)
     return output
