@@ -173,6 +173,7 @@ def scale(given: object, d: int) -> float:
         number, (int, float, np.integer, np.floating)
     ):
         raise TypeError(f"scale is {given!r}; expected a real number or None")
+    number = number if isinstance(number, int) else float(number)  # an int may be beyond any float
     if not -_LARGEST_SCALE <= number <= _LARGEST_SCALE:
         raise ValueError(f"scale is {given!r}; expected a finite float32 number or None")
     return float(number)

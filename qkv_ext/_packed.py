@@ -64,5 +64,5 @@ class PackedWeight:
 
     def __reduce__(self) -> tuple[Any, ...]:
         k, n = self.shape
-        matrix = self.panels.transpose(1, 0, 2).reshape(k, -1)[:, :n]
+        matrix = self.panels.transpose(1, 0, 2).reshape(k, len(self.panels) * PANEL)[:, :n]
         return PackedWeight.from_matrix, (np.ascontiguousarray(matrix),)
