@@ -87,7 +87,7 @@ def projections(
             continue
         if weights[part] is None:
             raise ValueError("b_o is given without w_o; expected both or none")
-        b = biases[part] = np.ascontiguousarray(operand(b, f"b_{part}", 1))
+        b = biases[part] = np.array(operand(b, f"b_{part}", 1))  # the layer owns it
         if b.shape != (weights[part].shape[1],):
             raise ValueError(f"b_{part} has shape {b.shape}; expected {weights[part].shape[1:]}")
     arrays = {f"w_{p}": w for p, w in weights.items() if w is not None}

@@ -1,0 +1,351 @@
+"""Which backends there are, which one serves, and what the environment says about both."""
+
+import io
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tolerance import assert_same_bits
+
+import qkv_ext
+from qkv_ext import _threads
+
+sdpa = qkv_ext.scaled_dot_product_attention
+NAMES = qkv_ext.backends()
+COMPILED = NAMES[1:]
+needs_compiled = pytest.mark.skipif(not COMPILED, reason="nothing is compiled here")
+ORDER = ("numpy", "scalar", "neon", "avx2", "avx512")  #: slowest first
+
+
+def test_names():
+    assert NAMES[0] == "numpy"
+    assert [name for name in ORDER if name in NAMES] == list(NAMES)
+    assert isinstance(NAMES, tuple)
+
+
+def test_the_default_is_the_best(python):
+    code = """
+import numpy as np, qkv_ext
+q = np.random.default_rng(0).standard_normal((2, 4, 40, 16), "f4")
+one = qkv_ext.scaled_dot_product_attention(q, q, q)
+for name in qkv_ext.backends():
+    other = qkv_ext.scaled_dot_product_attention(q, q, q, backend=name)
+    print(name, one.tobytes() == other.tobytes())
+"""
+    last = python(code).splitlines()[-1]
+    assert last == f"{NAMES[-1]} True"
+    if COMPILED:
+        lines = python(code, QKV_EXT_BACKEND="numpy").splitlines()
+        assert lines[0] == "numpy True"
+        assert f"{NAMES[-1]} False" in lines
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_environment_names_a_backend(name, python):
+    code = "import qkv_ext; qkv_ext.show_config(); print(qkv_ext.backends())"
+    *config, names = python(code, QKV_EXT_BACKEND=name).splitlines()
+    assert f"default     {name} (QKV_EXT_BACKEND asks for it)" in config
+    assert names == str(NAMES)
+
+
+@pytest.mark.parametrize(
+    "name", ["cuda", "AVX2", "numpy ", "neon" if "neon" not in NAMES else "avx2"]
+)
+def test_environment_names_no_backend(name, python):
+    """Asked for and not runnable raises, at import."""
+    error = python("import qkv_ext", ok=False, QKV_EXT_BACKEND=name).splitlines()[-1]
+    expected = f"ValueError: QKV_EXT_BACKEND is {name!r}; runnable on this machine: "
+    assert error.startswith(expected + ", ".join(NAMES))
+
+
+def test_empty_variables_are_none(python):
+    names = {"QKV_EXT_BACKEND": "", "QKV_EXT_NUM_THREADS": "", "QKV_EXT_REQUIRE_C": ""}
+    assert python("import qkv_ext; print(qkv_ext.backends())", **names) == str(NAMES)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5", "²", "+"])
+def test_bad_number_of_threads(value, python):
+    error = python("import qkv_ext", ok=False, QKV_EXT_NUM_THREADS=value).splitlines()[-1]
+    assert error == f"ValueError: QKV_EXT_NUM_THREADS is {value!r}; expected a positive integer"
+
+
+@pytest.mark.parametrize(("value", "ok"), [("1", bool(COMPILED)), ("0", True), ("yes", False)])
+def test_require_c(value, ok, python):
+    """CTranslate2's users lost a feature silently (E9): 1 forbids the fallback."""
+    said = python("import qkv_ext", ok=ok, QKV_EXT_REQUIRE_C=value)
+    if value == "yes":
+        assert said.endswith("ValueError: QKV_EXT_REQUIRE_C is 'yes'; expected 1, 0 or nothing")
+    elif not ok:
+        assert "ImportError" in said
+        assert "QKV_EXT_REQUIRE_C=1 forbids the fallback" in said
+
+
+def test_show_config():
+    """E9: what was compiled, what can run here, what does run, and why."""
+    file = io.StringIO()
+    qkv_ext.show_config(file=file)
+    config = dict(line.split(maxsplit=1) for line in file.getvalue().splitlines())
+    assert list(config) == ["qkv_ext", "machine", "compiled", "backends", "default", "threads"]
+    assert config["qkv_ext"].startswith(f"{qkv_ext.__version__}, Python {sys.version.split()[0]}")
+    assert config["backends"].startswith(", ".join(NAMES))
+    assert config["compiled"].startswith(", ".join(COMPILED) if COMPILED else "nothing: ")
+    assert config["default"].split()[0] in NAMES
+    assert config["threads"].startswith(f"at most {_threads.DEFAULT} (")
+    assert "NumPy's BLAS" in config["threads"]
+
+
+FLOAT64 = """
+import warnings, numpy as np, qkv_ext
+x = np.ones((3, 4))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        for result in (
+            qkv_ext.scaled_dot_product_attention(x, x, x{0}),
+            qkv_ext.matmul(x, x.T{0}),
+            qkv_ext.linear_projection(x, x.T{0}),
+            qkv_ext.softmax(x{0}),
+        ):
+            assert result.dtype == np.float64
+print(len(caught))
+for one in caught:
+    print(one.category.__name__, one.filename, one.message)
+"""
+
+
+@needs_compiled
+def test_float64_by_default_warns_once(python):
+    """The call is right; a warning says, once and where, that NumPy computes it."""
+    count, warning = python(FLOAT64.format("")).splitlines()
+    assert count == "1"
+    expected = "PerformanceWarning <string> float64 is computed by the NumPy backend"
+    assert warning.startswith(expected)
+
+
+def test_float64_by_name_does_not_warn(python):
+    assert python(FLOAT64.format(", backend='numpy'")) == "0"
+    assert python(FLOAT64.format(""), QKV_EXT_BACKEND="numpy") == "0"
+
+
+# ---- F2: threads --------------------------------------------------------------------------------
+
+
+def root_of(tmp_path, files):
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+V1 = "sys/fs/cgroup/cpu"
+QUOTAS = {
+    "none": ({}, 8),
+    "v2": ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "100000 100000\n"}, 1),
+    "v2, rounded up": (
+        {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"},
+        2,
+    ),
+    "v2, a tenth": ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "10000 100000\n"}, 1),
+    "v2, no limit": ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, 8),
+    "v2, more than there are": (
+        {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "6400000 100000\n"},
+        8,
+    ),
+    "v2, own group": (
+        {"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "300000 100000\n"},
+        3,
+    ),
+    "v2, a parent's": (
+        {
+            "proc/self/cgroup": "0::/a/b\n",
+            "sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/a/cpu.max": "200000 100000\n",
+        },
+        2,
+    ),
+    "v1": (
+        {
+            "proc/self/cgroup": "5:cpuset:/x\n4:cpu,cpuacct:/docker/x\n",
+            f"{V1}/docker/x/cpu.cfs_quota_us": "400000\n",
+            f"{V1}/docker/x/cpu.cfs_period_us": "100000\n",
+        },
+        4,
+    ),
+    "v1, inside a container": (
+        {
+            "proc/self/cgroup": "4:cpu,cpuacct:/docker/x\n",
+            f"{V1}/cpu.cfs_quota_us": "250000\n",
+            f"{V1}/cpu.cfs_period_us": "100000\n",
+        },
+        3,
+    ),
+    "v1, no limit": (
+        {
+            "proc/self/cgroup": "4:cpu,cpuacct:/\n",
+            f"{V1}/cpu.cfs_quota_us": "-1\n",
+            f"{V1}/cpu.cfs_period_us": "100000\n",
+        },
+        8,
+    ),
+    "nonsense": ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "what 0\n"}, 8),
+    "zero": ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "100000 0\n"}, 8),
+}
+
+
+@pytest.mark.parametrize(("files", "expected"), QUOTAS.values(), ids=QUOTAS)
+def test_quota_of_the_control_group(files, expected, tmp_path):
+    """F2 (OpenMathLib/OpenBLAS#6059, microsoft/onnxruntime#8313)."""
+    threads, _ = _threads.default_threads({}, root_of(tmp_path, files), 8)
+    assert threads == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"QKV_EXT_NUM_THREADS": "3"}, (3, "QKV_EXT_NUM_THREADS")),
+        ({"OMP_NUM_THREADS": "5"}, (5, "OMP_NUM_THREADS")),
+        ({"QKV_EXT_NUM_THREADS": "3", "OMP_NUM_THREADS": "5"}, (3, "QKV_EXT_NUM_THREADS")),
+        ({"QKV_EXT_NUM_THREADS": " ", "OMP_NUM_THREADS": "5"}, (5, "OMP_NUM_THREADS")),
+        ({"OMP_NUM_THREADS": "4,2"}, (1, "the control group's CPU quota")),  # OpenMP's own business
+        ({"OMP_NUM_THREADS": "0"}, (1, "the control group's CPU quota")),
+        ({"QKV_EXT_NUM_THREADS": "100000"}, (_threads.MOST, "QKV_EXT_NUM_THREADS")),
+    ],
+)
+def test_variables_win_over_the_quota(environment, expected, tmp_path):
+    """F2: whoever says a number gets it, above the quota too."""
+    root = root_of(tmp_path, QUOTAS["v2"][0])
+    assert _threads.default_threads(environment, root, 8) == expected
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity here")
+def test_affinity(python):
+    """F2: taskset -c 0."""
+    code = """
+import os
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+from qkv_ext import _threads
+print(_threads.DEFAULT)
+"""
+    assert python(code) == "1"
+
+
+# ---- F6: modules that are not there, or do not load ---------------------------------------------
+
+
+def bare_copy(tmp_path, **modules):
+    """A folder with the package's Python files, and the given text as modules in place of C."""
+    folder = tmp_path / "copy"
+    shutil.copytree(
+        Path(qkv_ext.__file__).parent,
+        folder / "qkv_ext",
+        ignore=shutil.ignore_patterns("*.so", "*.pyd", "__pycache__"),
+    )
+    for name, text in modules.items():
+        (folder / "qkv_ext" / f"{name}.py").write_text(text)
+    info = folder / "qkv_ext-0.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: qkv_ext\nVersion: 0.0\n")
+    return folder
+
+
+# an editable installation finds modules of the package whatever its folder is
+ALONE = """
+import sys
+sys.meta_path[:] = [x for x in sys.meta_path if "editable" not in getattr(x, "__module__", "")]
+"""
+USE = """
+import numpy as np, qkv_ext
+x = np.ones((3, 4), "f4")
+print(qkv_ext.backends(), qkv_ext.scaled_dot_product_attention(x, x, x).sum())
+qkv_ext.show_config()
+"""
+SERVED = "('numpy',) 12.0"
+CAUGHT = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import qkv_ext
+for one in caught:
+    print(one.category.__name__, one.message)
+print(len(caught))
+"""
+
+
+def test_installed_without_a_compiler_is_silent(python, tmp_path):
+    """F6a (biopython/biopython#657): NumPy serves, and show_config() says why."""
+    said = python(ALONE + USE, path=bare_copy(tmp_path))
+    assert said.startswith(SERVED)
+    assert "compiled    nothing: qkv_ext._kernels was not built" in said
+    error = python(ALONE + USE, path=tmp_path / "copy", ok=False, QKV_EXT_REQUIRE_C="1")
+    assert "ImportError: qkv_ext._kernels was not built" in error
+    error = python(ALONE + USE, path=tmp_path / "copy", ok=False, QKV_EXT_BACKEND="scalar")
+    assert "ValueError: QKV_EXT_BACKEND is 'scalar'; runnable on this machine: numpy" in error
+
+
+def test_unbuilt_clone_warns(python, tmp_path):
+    """No compiled module and no installed distribution: one warning, that says what to do."""
+    folder = bare_copy(tmp_path)
+    hidden = """
+import importlib.metadata as m
+def distribution(name):
+    raise m.PackageNotFoundError(name)
+m.distribution = m.version = distribution
+"""
+    code = ALONE + hidden + CAUGHT + USE
+    warning, count, served, *_ = python(code, path=folder).splitlines()
+    assert served == SERVED
+    assert count == "1"
+    assert warning.startswith("RuntimeWarning ")
+    assert "unbuilt clone" in warning
+    assert "pip install -e ." in warning
+
+
+FAULTS = {
+    "OSError": "raise OSError('libc.musl.so.1: cannot open shared object file')",
+    "ImportError": "raise ImportError('undefined symbol: PyWhat')",
+    "another module": "import no_such_module_at_all",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("module", ["_kernels", "_attention"])
+def test_module_that_does_not_load_warns_once(module, fault, python, tmp_path):
+    """F6b (googleapis/google-cloud-python#15667): NumPy serves everything; the cause is told."""
+    modules = dict.fromkeys(("_kernels", "_matmul", "_softmax", "_attention"), "")
+    folder = bare_copy(tmp_path, **modules | {module: FAULTS[fault]})
+    warning, count, served, *_ = python(ALONE + CAUGHT + USE, path=folder).splitlines()
+    assert served == SERVED
+    assert count == "1"
+    cause = FAULTS[fault].partition("'")[2].rstrip("')") or "No module named 'no_such"
+    assert warning.startswith(f"RuntimeWarning qkv_ext.{module} does not load: {cause}")
+    error = python(ALONE + USE, path=folder, ok=False, QKV_EXT_REQUIRE_C="1")
+    assert f"ImportError: qkv_ext.{module} does not load" in error
+
+
+@pytest.mark.parametrize("name", ["_kernels", "_matmul", "_softmax", "_attention"])
+def test_one_missing_module_is_all_of_them(name, python, tmp_path):
+    modules = dict.fromkeys(("_kernels", "_matmul", "_softmax", "_attention"), "")
+    del modules[name]
+    said = python(ALONE + USE, path=bare_copy(tmp_path, **modules))
+    assert said.startswith(SERVED)
+    assert f"nothing: qkv_ext.{name} was not built" in said
+
+
+def test_bug_in_a_module_is_not_swallowed(python, tmp_path):
+    """F6c (sandialabs/pyGSTi#541): anything but ImportError and OSError propagates."""
+    folder = bare_copy(tmp_path, _kernels="def f(): pass\nundefined_name\n")
+    error = python(ALONE + USE, path=folder, ok=False)
+    assert error.endswith("NameError: name 'undefined_name' is not defined")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_backend_is_chosen_per_call(name, rng):
+    """No call changes what the next one takes."""
+    q = rng.standard_normal((3, 5, 8), np.float32)
+    before = sdpa(q, q, q)
+    sdpa(q, q, q, backend=name)
+    assert_same_bits(sdpa(q, q, q), before)
