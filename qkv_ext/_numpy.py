@@ -52,7 +52,8 @@ def _items(problem: Problem) -> Iterator[Problem]:
     for empty, value in ((problem.out, 0), (problem.weights, 0), (problem.lse, -np.inf)):
         if empty is not None:
             empty[...] = value  # rows past an item's length are no rows
-    for n, (item, q_start, q_length, k_start, k_length, shift) in enumerate(rules.spans.tolist()):
+    for n, span in enumerate(rules.spans.tolist()):
+        item, q_start, q_length, _, k_start, k_length, shift = span
         index = np.unravel_index(item, lead)
         queries = slice(q_start, q_start + q_length)
         keys = slice(k_start, k_start + k_length)

@@ -34,7 +34,9 @@ class Rules(NamedTuple):
 
 PLAIN = Rules()
 CAUSAL = Rules(right=0)
-ITEM, Q_START, Q_LENGTH, K_START, K_LENGTH, SHIFT = range(6)  #: columns of Rules.spans
+#: Columns of Rules.spans: whose arrays, the rows of q that are there and those that are the item's
+#: own, the rows of k and v that are there, and the shift.
+ITEM, Q_START, Q_LENGTH, Q_ROOM, K_START, K_LENGTH, SHIFT = range(7)
 
 
 def integers(value: Any, name: str, count: int | None, least: int, most: int) -> Array:
@@ -142,8 +144,8 @@ def spans(
             return (s - length if align == "bottom-right" else 0) - key, None
         return int(integers(query_offset, "query_offset", None, -OPEN, OPEN)) - key, None
     count = 1 if batch is None else batch
-    table = np.zeros((count, 6), np.int64)
-    table[:, Q_LENGTH] = length
+    table = np.zeros((count, 7), np.int64)
+    table[:, Q_LENGTH] = table[:, Q_ROOM] = length
     table[:, K_LENGTH] = s
     if q_lengths is not None:
         table[:, Q_LENGTH] = integers(q_lengths, "q_lengths", batch, 0, length)
@@ -180,8 +182,9 @@ def cumulative(value: Any, name: str, total: int) -> Array:
 def packed_spans(align: str, cu_q: Array, cu_k: Array, kv_lengths: Any) -> Array:
     """The spans of the sequences of a packed batch; kv_lengths are at most each sequence's own."""
     count = len(cu_q) - 1
-    table = np.zeros((count, 6), np.int64)
+    table = np.zeros((count, 7), np.int64)
     table[:, Q_START], table[:, Q_LENGTH] = cu_q[:-1], np.diff(cu_q)
+    table[:, Q_ROOM] = table[:, Q_LENGTH]
     table[:, K_START], table[:, K_LENGTH] = cu_k[:-1], np.diff(cu_k)
     if kv_lengths is not None:
         most = int(table[:, K_LENGTH].max(initial=0))

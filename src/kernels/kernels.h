@@ -70,6 +70,10 @@ typedef struct {
     void (*softmax_tile)(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, ptrdiff_t first,
                          qkv_row *rows, float *factor);
 
+    /* What a row's options make of the scores s[n] of the keys first .. first + n - 1: the first step
+       of softmax_tile alone.  s is read and written up to the next multiple of LANES. */
+    void (*adjust)(float *s, ptrdiff_t n, ptrdiff_t first, const qkv_row *row);
+
     /* y[n] = factor x[n]; returns whether all of y is finite.  A negative zero becomes zero. */
     int (*scaled)(const float *x, float factor, float *y, ptrdiff_t n);
 

@@ -351,7 +351,7 @@ static void widen(int kind, const uint16_t *x, float *y, ptrdiff_t n) {
     for (ptrdiff_t j = 0; j < n; j += VL) {
         uint16_t edge[VL] = {0};
         float lanes[VL];
-        if (n - j >= VL) {
+        if (VL == 1 || n - j >= VL) {
             v_store(y + j, kind == QKV_FLOAT16 ? v_from_half(x + j) : v_from_bfloat(x + j));
             continue;
         }
@@ -386,6 +386,6 @@ static void exp_of(const float *x, float *y, ptrdiff_t n) {
 }
 
 const qkv_kernels QKV_TABLE = {
-    QKV_NAME, ROWS,    product, dots,   pack,   softmax_tile, scaled,
+    QKV_NAME, ROWS,    product, dots,  pack,   softmax_tile, adjust_row, scaled,
     weights,  softmax, widen,   narrow, exp_of, tanh_of,
 };
