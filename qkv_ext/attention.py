@@ -283,7 +283,7 @@ def varlen_attention(
     Parameters
     ----------
     q : array (Tq, H, D)
-        The queries of all sequences; float32, float16 or bfloat16, or float64 for the NumPy backend.
+        The queries of all sequences; dtypes are those of ``scaled_dot_product_attention``.
     k, v : array (Tk, Hkv, D) and (Tk, Hkv, Dv)
         Their keys and values.
     cu_seqlens_q, cu_seqlens_k : integers (N + 1,)
