@@ -77,8 +77,8 @@ def deliver(arrays: tuple[Array, ...], copies: Copies) -> Any:
 # ---- attention ----------------------------------------------------------------------------------
 
 
-def _shapes(given: tuple[tuple[int, ...], ...]) -> str:
-    return "q, k and v have shapes {}, {} and {}".format(*given)
+def _shapes(given: tuple[Array, ...]) -> str:
+    return "q, k and v have shapes {}, {} and {}".format(*(x.shape for x in given))
 
 
 def attention(
@@ -106,7 +106,7 @@ def attention(
 ) -> Checked[Problem]:
     """Check a call of scaled_dot_product_attention; see there for the arguments."""
     q, k, v = operand(q, "q", 2), operand(k, "k", 2), operand(v, "v", 2)
-    dtype, rank, given = q.dtype, q.ndim, (q.shape, k.shape, v.shape)
+    dtype, rank, given = q.dtype, q.ndim, (q, k, v)
     if k.dtype is not dtype or v.dtype is not dtype:
         same_dtype(q=q, k=k, v=v)
     chosen = _backends.choose(backend, dtype)
@@ -143,7 +143,7 @@ def attention(
             raise ValueError(f"{_shapes(given)}; their leading axes do not broadcast") from None
 
     # options
-    scale = _arrays.scale(scale, d)
+    scale = 1.0 / math.sqrt(d) if scale is None and d else _arrays.scale(scale, d)
     if align != "bottom-right":
         _arrays.choice(align, "align", ("bottom-right", "top-left"))
     compute = dtype if dtype is FLOAT32 else _arrays.compute_dtype(dtype)
@@ -197,8 +197,8 @@ def attention(
     if return_lse is not False and _arrays.switch(return_lse, "return_lse"):
         lse = np.empty((*lead, h, length), compute)
         arrays = (*arrays, lse if rank > 3 else lse[_HEADLESS[rank]])
-    problem = Problem(q, k, v, mask, scale, shift, rules, target, weights, lse, count)
-    return chosen, problem, arrays, copies
+    fields = (q, k, v, mask, scale, shift, rules, target, weights, lse, count)
+    return chosen, tuple.__new__(Problem, fields), arrays, copies  # Problem(...) in half the time
 
 
 _HEADLESS: dict[int, Any] = {2: (0, 0), 3: (slice(None), 0)}  # takes off the axes of a low rank
@@ -225,7 +225,7 @@ def varlen(
 ) -> Checked[Problem]:
     """Check a call of varlen_attention: one item, whose spans are the sequences."""
     q, k, v = operand(q, "q", 3), operand(k, "k", 3), operand(v, "v", 3)
-    given = q.shape, k.shape, v.shape
+    given = q, k, v
     if q.ndim != 3 or k.ndim != 3 or v.ndim != 3:
         raise ValueError(f"{_shapes(given)}; expected (Tq, H, D), (Tk, Hkv, D) and (Tk, Hkv, Dv)")
     cu_q = _rules.cumulative(cu_seqlens_q, "cu_seqlens_q", q.shape[0])

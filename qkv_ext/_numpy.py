@@ -187,25 +187,26 @@ def _softmax(
     if sinks is not None:
         total += np.exp(sinks - top)
     total = np.where(empty, 1, total)
-    if allowed is not None and not np.isfinite(total).all():
-        weights = np.where(allowed, weights, 0)  # exp(-inf - NaN) is no weight of a key
     return weights, total, np.where(empty, nothing, top + np.log(total))
 
 
 def _times_values(weights: Array, total: Array, allowed: Array | None, v: Array) -> Array:
     """weights V / total; the weights are divided by the total in place."""
-    output = np.matmul(weights, v)
-    if np.isfinite(output).all():
-        output /= total
+    output: Array = np.matmul(weights, v)
+    output /= total
+    if np.isfinite(output).all() and np.isfinite(total).all():
         weights /= total
         return output
     # Once more with the non-finite entries of V read as 0: rows that are allowed none of them keep
     # the bits that they would have with finite values there.
-    clean = np.isfinite(v)
+    clean: Any = np.isfinite(v)
     output = np.matmul(weights, np.where(clean, v, 0))
     output /= total
     weights /= total
     allowed = np.ones(weights.shape, bool) if allowed is None else allowed
+    weights[~allowed] = (
+        0  # where a row is NaN, exp(-inf - NaN) is not the weight of an excluded key
+    )
     spoilt = (allowed & ~clean.all(axis=-1)[..., None, :]).any(axis=-1)
     for row in zip(*np.nonzero(spoilt | ~np.isfinite(output).all(axis=-1)), strict=True):
         values = v[(*row[:-2], 0)]  # the one key/value head of the row's group

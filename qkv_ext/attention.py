@@ -144,9 +144,8 @@ def scaled_dot_product_attention(
         "bottom-right" lets the last query see every key, as a decode step sees its whole cache.
         "top-left" is what torch means by is_causal.
     window : (left, right), optional
-        A query at position p sees the keys p - left .. p + right; None leaves a side open.  Composes
-        with causal, and counts the query's own position in neither side: (0, 0) is the position
-        itself::
+        A query at position p sees the keys p - left .. p + right; None leaves a side open.  It
+        composes with causal, and neither side counts the position itself: (0, 0) is p alone::
 
             window=(1, 0), L=S=4       window=(None, 1), L=S=4
                   x . . .                  x x . .

@@ -597,8 +597,8 @@ def attention(problem, int isa):
     cdef Py_ssize_t axis, n, shift
     cdef int threads
     cdef Item one
-    q, k, v, mask, scale, shift, rules, out, weights, lse, threads = problem
-    left, right, softcap, slopes, sinks, spans = rules
+    q, k, v, mask, scale, shift, rules, out, weights, lse, threads = <tuple> problem
+    left, right, softcap, slopes, sinks, spans = <tuple> rules
     memset(&call, 0, sizeof(Call))
     memset(&x, 0, sizeof(Views))
     memset(&one, 0, sizeof(Item))
