@@ -6,9 +6,13 @@ from importlib.metadata import version as _version
 from qkv_ext._backends import PerformanceWarning, backends
 from qkv_ext._config import show_config
 from qkv_ext._packed import PackedWeight
-from qkv_ext.attention import scaled_dot_product_attention
+from qkv_ext.attention import alibi_slopes, scaled_dot_product_attention, varlen_attention
 from qkv_ext.linear import linear_projection, matmul, pack_weight, softmax
-from qkv_ext.multihead import MultiHeadAttention, ProjectedKV, cross_attention, self_attention
+from qkv_ext.merge import merge_attention
+from qkv_ext.multihead import MultiHeadAttention
+from qkv_ext.projected import ProjectedKV, cross_attention, self_attention
+from qkv_ext.rotary import apply_rotary, rotary_tables
+from qkv_ext.trace import trace, trace_cross, trace_self
 
 try:
     __version__ = _version("qkv_ext")
@@ -21,13 +25,21 @@ __all__ = [
     "PerformanceWarning",
     "ProjectedKV",
     "__version__",
+    "alibi_slopes",
+    "apply_rotary",
     "backends",
     "cross_attention",
     "linear_projection",
     "matmul",
+    "merge_attention",
     "pack_weight",
+    "rotary_tables",
     "scaled_dot_product_attention",
     "self_attention",
     "show_config",
     "softmax",
+    "trace",
+    "trace_cross",
+    "trace_self",
+    "varlen_attention",
 ]

@@ -16,7 +16,8 @@ Array: TypeAlias = NDArray[Any]
 
 FLOAT32 = np.dtype(np.float32)
 FLOAT64 = np.dtype(np.float64)
-_COMPUTED: dict[Any, np.dtype[Any]] = {FLOAT32: FLOAT32, FLOAT64: FLOAT64}
+FLOAT16 = np.dtype(np.float16)
+_KNOWN: dict[Any, np.dtype[Any]] = {FLOAT32: FLOAT32, FLOAT64: FLOAT64, FLOAT16: FLOAT16}
 _LARGEST_SCALE = float(np.finfo(np.float32).max)
 
 
@@ -36,9 +37,11 @@ def operand(x: Any, name: str, least: int) -> Array:
     if type(x) is np.ndarray and x.dtype is FLOAT32 and x.flags.carray and x.ndim >= least:
         return x  # the plain case, quickly
     array = _array(x, name)
-    dtype = _COMPUTED.get(array.dtype.newbyteorder("="))
+    dtype = _KNOWN.get(array.dtype.newbyteorder("="))
     if dtype is None:
-        raise TypeError(f"{name} has dtype {array.dtype}; expected float32 or float64")
+        if array.dtype.name != "bfloat16":  # ml_dtypes has it; known by its name, not imported
+            raise TypeError(f"{name} has dtype {array.dtype}; expected {_FLOATS}")
+        dtype = array.dtype
     if array.ndim < least:
         axes = "1 axis" if least == 1 else f"{least} axes"
         raise ValueError(f"{name} has shape {array.shape}; expected at least {axes}")
@@ -50,6 +53,14 @@ def operand(x: Any, name: str, least: int) -> Array:
     if strided or not array.flags.aligned:
         array = np.array(array, order="C")
     return array
+
+
+_FLOATS = "float32, float64, float16 or bfloat16"
+
+
+def compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """float16 and bfloat16 are storage: they are computed in float32."""
+    return FLOAT64 if dtype is FLOAT64 else FLOAT32
 
 
 def same_dtype(**arrays: Array) -> None:

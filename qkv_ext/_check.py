@@ -13,25 +13,26 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from qkv_ext import _arrays, _backends
-from qkv_ext._arrays import Array, operand, same_dtype
+from qkv_ext import _arrays, _backends, _rules
+from qkv_ext._arrays import FLOAT32, Array, operand, same_dtype
 from qkv_ext._packed import PackedWeight
+from qkv_ext._rules import CAUSAL, PLAIN, Rules
 from qkv_ext._threads import threads_of
 
 
 class Problem(NamedTuple):
     """One attention call.  Leading axes broadcast; every array has the rank of out, at least 4."""
 
-    q: Array  # (..., H, L, D)
+    q: Array  # (..., H, L, D); float32, float64, float16 or bfloat16, as k, v and out
     k: Array  # (..., Hkv, S, D)
     v: Array  # (..., Hkv, S, Dv)
-    mask: Array | None  # bool, or the dtype of q; broadcasts to (..., H, L, S)
+    mask: Array | None  # bool, or the dtype of computation; broadcasts to (..., H, L, S)
     scale: float
-    causal: bool
-    offset: int  # query i stands at position i + offset on the axis of the keys
+    shift: int  # of every item, where rules.spans has none
+    rules: Rules
     out: Array  # (..., H, L, Dv)
-    weights: Array | None  # (..., H, L, S)
-    lse: Array | None  # (..., H, L)
+    weights: Array | None  # (..., H, L, S), in the dtype of computation
+    lse: Array | None  # (..., H, L), in the dtype of computation
     threads: int
 
 
@@ -55,21 +56,29 @@ class Rows(NamedTuple):
 
 
 T = TypeVar("T")
+#: Copies to be made after the computation: (to, from).
+Copies: TypeAlias = tuple[tuple[Array, Array], ...]
 #: What a check hands on: the backend, the problem for it, and what ``deliver`` takes.
-Checked: TypeAlias = tuple[_backends.Backend, T, tuple[Array, ...], Array | None]
+Checked: TypeAlias = tuple[_backends.Backend, T, tuple[Array, ...], Copies]
 
 
-def deliver(arrays: tuple[Array, ...], staged: Array | None) -> Any:
+def deliver(arrays: tuple[Array, ...], copies: Copies) -> Any:
     """What the caller gets: the output, or a tuple (output, weights, lse) of what was asked for.
 
-    staged is what was computed in the place of a caller's out that could not be written then.
+    Copies fill those that could not be computed in place: an out that overlaps an input, or whose
+    rows are strided, and arrays of float16 or bfloat16 that are computed in float32.
     """
-    if staged is not None:
-        arrays[0][...] = staged
+    for target, computed in copies:
+        with np.errstate(over="ignore"):
+            target[...] = computed
     return arrays[0] if len(arrays) == 1 else arrays
 
 
 # ---- attention ----------------------------------------------------------------------------------
+
+
+def _shapes(given: tuple[Array, ...]) -> str:
+    return "q, k and v have shapes {}, {} and {}".format(*(x.shape for x in given))
 
 
 def attention(
@@ -80,6 +89,14 @@ def attention(
     causal: Any,
     align: Any,
     scale: Any,
+    window: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    sinks: Any,
+    kv_lengths: Any,
+    q_lengths: Any,
+    query_offset: Any,
+    key_offset: Any,
     layout: Any,
     return_weights: Any,
     return_lse: Any,
@@ -89,7 +106,7 @@ def attention(
 ) -> Checked[Problem]:
     """Check a call of scaled_dot_product_attention; see there for the arguments."""
     q, k, v = operand(q, "q", 2), operand(k, "k", 2), operand(v, "v", 2)
-    dtype, rank, given = q.dtype, q.ndim, (q.shape, k.shape, v.shape)
+    dtype, rank, given = q.dtype, q.ndim, (q, k, v)
     if k.dtype is not dtype or v.dtype is not dtype:
         same_dtype(q=q, k=k, v=v)
     chosen = _backends.choose(backend, dtype)
@@ -126,15 +143,28 @@ def attention(
             raise ValueError(f"{_shapes(given)}; their leading axes do not broadcast") from None
 
     # options
-    scale = _arrays.scale(scale, d)
-    if causal is not False and causal is not True:
-        causal = _arrays.switch(causal, "causal")
+    scale = 1.0 / math.sqrt(d) if scale is None and d else _arrays.scale(scale, d)
     if align != "bottom-right":
         _arrays.choice(align, "align", ("bottom-right", "top-left"))
-    offset = s - length if align == "bottom-right" else 0
+    compute = dtype if dtype is FLOAT32 else _arrays.compute_dtype(dtype)
+    inner = 1 if rank < 5 else math.prod(lead[1:])
+    if window is softcap is alibi_slopes is sinks is None and (causal is False or causal is True):
+        rules = CAUSAL if causal else PLAIN
+    else:
+        rules = _rules.rules(
+            causal, window, softcap, alibi_slopes, sinks, lead[0], inner, h, compute
+        )
+    if q_lengths is kv_lengths is query_offset is None and key_offset == 0 and rank > 2:
+        shift = s - length if align == "bottom-right" else 0
+    else:
+        batch = lead[0] if rank > 2 else None
+        shift, spans = _rules.spans(
+            align, q_lengths, kv_lengths, query_offset, key_offset, batch, inner, length, s
+        )
+        rules = rules if spans is None else rules._replace(spans=spans)
     if mask is not None:  # below rank 4 the caller's scores have no head axis
         own = (*lead, h, length, s) if rank > 3 else (*lead, length, s)[3 - rank :]
-        mask = _arrays.mask(mask, own, dtype)
+        mask = _arrays.mask(mask, own, compute)
         if rank < 4:
             mask = mask[view]
     count = threads_of(threads)
@@ -143,12 +173,14 @@ def attention(
     shape = (*lead, length, h, dv) if blhd else (*lead, h, length, dv)
     if rank < 4:
         shape = (*lead, length, dv)[3 - rank :]
+    copies: Copies = ()
     if out is None:
         target = output = np.empty(shape, dtype)
-        staged = None
     else:
         output, staged = _arrays.target(out, shape, dtype, q, k, v, mask)
-        target = output if staged is None else staged
+        target = output
+        if staged is not None:
+            target, copies = staged, ((output, staged),)
     if blhd:
         target = target.swapaxes(-3, -2)
     elif rank < 4:
@@ -156,26 +188,89 @@ def attention(
     weights = lse = None
     arrays: tuple[Array, ...] = (output,)
     if return_weights is not False and _arrays.switch(return_weights, "return_weights"):
-        weights = np.empty((*lead, h, length, s), dtype)
-        arrays = (output, weights if rank > 3 else weights[_HEADLESS[rank]])
+        weights = np.empty((*lead, h, length, s), compute)
+        own_weights = weights if rank > 3 else weights[_HEADLESS[rank]]
+        if compute is not dtype:
+            copies = (*copies, (np.empty(own_weights.shape, dtype), own_weights))
+            own_weights = copies[-1][0]
+        arrays = (output, own_weights)
     if return_lse is not False and _arrays.switch(return_lse, "return_lse"):
-        lse = np.empty((*lead, h, length), dtype)
+        lse = np.empty((*lead, h, length), compute)
         arrays = (*arrays, lse if rank > 3 else lse[_HEADLESS[rank]])
-    problem = Problem(q, k, v, mask, scale, causal, offset, target, weights, lse, count)
-    return chosen, problem, arrays, staged
+    fields = (q, k, v, mask, scale, shift, rules, target, weights, lse, count)
+    return chosen, tuple.__new__(Problem, fields), arrays, copies  # Problem(...) in half the time
 
 
-_HEADLESS: dict[int, Any] = {
-    2: (0, 0),
-    3: (slice(None), 0),
-}  # takes off the axes that a low rank was given
+_HEADLESS: dict[int, Any] = {2: (0, 0), 3: (slice(None), 0)}  # takes off the axes of a low rank
 
 
-def _shapes(given: tuple[tuple[int, ...], ...]) -> str:
-    return "q, k and v have shapes {}, {} and {}".format(*given)
+def varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    causal: Any,
+    align: Any,
+    scale: Any,
+    window: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    sinks: Any,
+    kv_lengths: Any,
+    return_lse: Any,
+    out: Any,
+    threads: Any,
+    backend: Any,
+) -> Checked[Problem]:
+    """Check a call of varlen_attention: one item, whose spans are the sequences."""
+    q, k, v = operand(q, "q", 3), operand(k, "k", 3), operand(v, "v", 3)
+    given = q, k, v
+    if q.ndim != 3 or k.ndim != 3 or v.ndim != 3:
+        raise ValueError(f"{_shapes(given)}; expected (Tq, H, D), (Tk, Hkv, D) and (Tk, Hkv, Dv)")
+    cu_q = _rules.cumulative(cu_seqlens_q, "cu_seqlens_q", q.shape[0])
+    cu_k = _rules.cumulative(cu_seqlens_k, "cu_seqlens_k", k.shape[0])
+    if cu_q.shape != cu_k.shape:
+        raise ValueError(
+            f"cu_seqlens_q has shape {cu_q.shape} and cu_seqlens_k {cu_k.shape}; expected one shape"
+        )
+    whole = out if out is None or not isinstance(out, np.ndarray) else out[None]
+    chosen, problem, arrays, copies = attention(
+        q[None], k[None], v[None], None, causal, align, scale, window, softcap, None, sinks,
+        None, None, None, 0, "blhd", False, False, whole, threads, backend,
+    )  # fmt: skip
+    rules = problem.rules._replace(spans=_rules.packed_spans(align, cu_q, cu_k, kv_lengths))
+    compute = _arrays.compute_dtype(q.dtype)
+    if alibi_slopes is not None:
+        shapes = ((q.shape[1],), (len(cu_q) - 1, q.shape[1]))
+        slopes = _rules.per_head(alibi_slopes, "alibi_slopes", shapes, compute)
+        rules = rules._replace(slopes=np.atleast_2d(slopes))
+    arrays = (arrays[0][0] if out is None else out,)
+    if _arrays.switch(return_lse, "return_lse"):
+        arrays = (*arrays, np.empty(q.shape[:2], compute))
+        problem = problem._replace(lse=arrays[1].T[None])
+    return chosen, problem._replace(rules=rules), arrays, copies
 
 
 # ---- matmul and its kin --------------------------------------------------------------------------
+
+
+def _result(
+    out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], *inputs: Array | None
+) -> tuple[Array, Array, Copies]:
+    """The caller's output, the array to compute, and the copy between them where they differ."""
+    output, staged = _arrays.target(out, shape, dtype, *inputs)
+    compute = _arrays.compute_dtype(dtype)
+    if compute != dtype:
+        staged = np.empty(shape, compute)
+    if staged is None:
+        return output, output, ()
+    return output, staged, ((output, staged),)
+
+
+def _computed(x: Array) -> Array:
+    """float16 and bfloat16 as float32; everything else as it is."""
+    return x.astype(_arrays.compute_dtype(x.dtype), copy=False)
 
 
 def matmul(a: Any, b: Any, out: Any, threads: Any, backend: Any) -> Checked[Product]:
@@ -191,23 +286,16 @@ def matmul(a: Any, b: Any, out: Any, threads: Any, backend: Any) -> Checked[Prod
     except ValueError:
         raise ValueError(f"{given}; their leading axes do not broadcast") from None
     shape = (*lead, a.shape[-2], b.shape[-1])
-    output, staged = _arrays.target(out, shape, a.dtype, a, b)
-    target = output if staged is None else staged
+    output, target, copies = _result(out, shape, a.dtype, a, b)
+    a, b = _computed(a), _computed(b)
     if b.ndim == 2 and a.ndim > 2 and a.flags.c_contiguous and target.flags.c_contiguous:
         rows = math.prod(shape[:-1])  # a stack against one matrix is one product
         a, target = a.reshape(rows, a.shape[-1]), target.reshape(rows, shape[-1])
     problem = Product(a, b, False, None, target, threads_of(threads))
-    return chosen, problem, (output,), staged
+    return chosen, problem, (output,), copies
 
 
-def linear(
-    x: Any,
-    w: Any,
-    b: Any,
-    out: Any,
-    threads: Any,
-    backend: Any,
-) -> Checked[Product]:
+def linear(x: Any, w: Any, b: Any, out: Any, threads: Any, backend: Any) -> Checked[Product]:
     """Check a call of linear_projection."""
     x = operand(x, "x", 1)
     packed = isinstance(w, PackedWeight)
@@ -224,21 +312,16 @@ def linear(
             raise ValueError(f"b has shape {b.shape}; expected ({d_out},), the d_out of w")
         same_dtype(x=x, b=b)
     shape = (*x.shape[:-1], d_out)
-    output, staged = _arrays.target(out, shape, x.dtype, x, w.panels if packed else w, b)
-    target = output if staged is None else staged
+    weight = w.panels if packed else w
+    output, target, copies = _result(out, shape, x.dtype, x, weight, b)
     rows = math.prod(x.shape[:-1])
     flat = target.reshape(rows, d_out)
     if flat.size and not np.may_share_memory(flat, target):  # no single stride reaches its rows
-        staged = flat.reshape(shape)
-    problem = Product(
-        x.reshape(rows, d_in),
-        w.panels if packed else w,
-        packed,
-        b,
-        flat,
-        threads_of(threads),
-    )
-    return chosen, problem, (output,), staged
+        copies = ((output, flat.reshape(shape)),)
+    b = None if b is None else _computed(b)
+    x = _computed(x).reshape(rows, d_in)
+    problem = Product(x, _computed(weight), packed, b, flat, threads_of(threads))
+    return chosen, problem, (output,), copies
 
 
 def matrix(w: Any, name: str) -> Array:
@@ -259,13 +342,11 @@ def softmax(x: Any, axis: Any, out: Any, threads: Any, backend: Any) -> Checked[
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"axis is {axis}; expected one of the {x.ndim} axes of x {x.shape}")
     chosen = _backends.choose(backend, x.dtype)
-    output, staged = _arrays.target(out, x.shape, x.dtype, x)
-    last = axis in (-1, x.ndim - 1)
-    if staged is None and not (last and output.flags.c_contiguous):
-        staged = np.empty(x.shape, x.dtype)
-    rows = np.ascontiguousarray(x if last else np.moveaxis(x, axis, -1))
-    target = output if staged is None else staged
-    if not last:
-        target = np.empty(rows.shape, x.dtype)
-        staged = np.moveaxis(target, -1, axis)
-    return chosen, Rows(rows, target, threads_of(threads)), (output,), staged
+    output, target, copies = _result(out, x.shape, x.dtype, x)
+    x = np.moveaxis(_computed(x), axis, -1)
+    rows = np.ascontiguousarray(x)
+    target = np.moveaxis(target, axis, -1)
+    if not target.flags.c_contiguous:
+        target = np.empty(rows.shape, rows.dtype)
+        copies = ((output, np.moveaxis(target, -1, axis)),)
+    return chosen, Rows(rows, target, threads_of(threads)), (output,), copies

@@ -4,7 +4,7 @@
 The C side is documented in src/kernels/kernels.h and src/kernels/pool.h.
 """
 
-from libc.stdint cimport uint8_t
+from libc.stdint cimport uint8_t, uint16_t
 
 
 cdef extern from "kernels.h" nogil:
@@ -12,9 +12,17 @@ cdef extern from "kernels.h" nogil:
     const Py_ssize_t TILE
     const Py_ssize_t LANES
 
+    enum:
+        QKV_FLOAT32
+        QKV_FLOAT16
+        QKV_BFLOAT16
+
     ctypedef struct qkv_row:
         Py_ssize_t lo
         Py_ssize_t hi
+        float softcap
+        float slope
+        Py_ssize_t position
         const uint8_t *keep
         const float *bias
         Py_ssize_t mask_step
@@ -35,11 +43,16 @@ cdef extern from "kernels.h" nogil:
                      Py_ssize_t k) noexcept nogil
         void (*softmax_tile)(float *s, Py_ssize_t lds, Py_ssize_t m, Py_ssize_t n,
                              Py_ssize_t first, qkv_row *rows, float *factor) noexcept nogil
+        void (*adjust)(float *s, Py_ssize_t n, Py_ssize_t first,
+                       const qkv_row *row) noexcept nogil
         int (*scaled)(const float *x, float factor, float *y, Py_ssize_t n) noexcept nogil
         void (*weights)(const float *x, float max, float factor, float *y,
                         Py_ssize_t n) noexcept nogil
         void (*softmax)(const float *x, float *y, Py_ssize_t n) noexcept nogil
+        void (*widen)(int kind, const uint16_t *x, float *y, Py_ssize_t n) noexcept nogil
+        void (*narrow)(int kind, const float *x, uint16_t *y, Py_ssize_t n) noexcept nogil
         void (*exp)(const float *x, float *y, Py_ssize_t n) noexcept nogil
+        void (*tanh)(const float *x, float *y, Py_ssize_t n) noexcept nogil
 
 
 cdef extern from "pool.h" nogil:

@@ -6,11 +6,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv_ext import _arrays, _check
+from qkv_ext import _arrays, _check, _rules
 from qkv_ext._arrays import Array, operand, same_dtype
 from qkv_ext._packed import PackedWeight
+from qkv_ext.rotary import tables
 
-_OPTIONS = ("mask", "causal", "align", "scale", "out", "threads", "backend")
+_OPTIONS = (
+    "mask", "causal", "align", "scale", "window", "softcap", "alibi_slopes", "sinks", "kv_lengths",
+    "q_lengths", "query_offset", "key_offset", "out", "threads", "backend",
+)  # fmt: skip
 
 
 class Projections(NamedTuple):
@@ -20,6 +24,15 @@ class Projections(NamedTuple):
     biases: dict[str, Any]  # array or None
     num_heads: int
     num_kv_heads: int
+
+
+class Rotary(NamedTuple):
+    """The checked tables of a call, and which elements of a row they turn."""
+
+    cos: Array  # (n, rotary_dim / 2)
+    sin: Array
+    interleaved: bool
+    rotary_dim: int | None
 
 
 def _heads(value: object, name: str) -> int:
@@ -179,10 +192,67 @@ def projected_call(
         ) from None
     scores = (*lead, layer.num_heads, x.shape[-2], k.shape[-2])
     if options.get("mask") is not None:  # the batch axis that x (L, d_in) gets is not the caller's
-        options["mask"] = _arrays.mask(options["mask"], scores, x.dtype)
+        compute = _arrays.compute_dtype(x.dtype)
+        options["mask"] = _arrays.mask(options["mask"], scores, compute)
+    if x.ndim == 2:  # nor is it theirs in what each batch item has one of
+        for option, least, most in (
+            ("q_lengths", 0, x.shape[-2]),
+            ("kv_lengths", 0, k.shape[-2]),
+            ("query_offset", -_rules.OPEN, _rules.OPEN),
+        ):
+            if options.get(option) is not None:
+                number = _rules.integers(options[option], option, None, least, most)
+                options[option] = number[None]
     out = options.pop("out", None)
     if out is not None:
         w_o = layer.weights["o"]
         width = layer.num_heads * v.shape[-1] if w_o is None else w_o.shape[1]
         _arrays.target(out, (*lead, x.shape[-2], width), x.dtype)
     return out, options
+
+
+def rotary(given: Any, interleaved: Any, rotary_dim: Any, layer: Projections) -> Rotary | None:
+    """Check the tables of a call against the heads of the layer."""
+    neighbours = _arrays.switch(interleaved, "interleaved")
+    if given is None:
+        if neighbours or rotary_dim is not None:
+            option = "interleaved" if neighbours else "rotary_dim"
+            raise ValueError(f"{option} is given without rotary; expected rotary=(cos, sin) too")
+        return None
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise TypeError(f"rotary is a {type(given).__name__}; expected a pair (cos, sin)")
+    d = layer.weights["q"].shape[1] // layer.num_heads
+    cos, sin = tables(given[0], given[1], rotary_dim, d)
+    return Rotary(cos, sin, neighbours, rotary_dim)
+
+
+def positions(
+    batch: int, length: int, s: int, rows: int, options: dict[str, Any]
+) -> tuple[Array, Array]:
+    """Where queries, (L,) or (B, L), and keys, (S,), stand, as rows of tables with that many.
+
+    It is the axis of causal, window and ALiBi: query i at i + offset, key j at j + key_offset.
+    Padding stands nowhere; it is given position 0, so that it never asks for a longer table.
+    """
+    align, key_offset = options.get("align", "bottom-right"), options.get("key_offset", 0)
+    _arrays.choice(align, "align", ("bottom-right", "top-left"))
+    shift, spans = _rules.spans(
+        align, options.get("q_lengths"), options.get("kv_lengths"), options.get("query_offset"),
+        key_offset, batch, 1, length, s,
+    )  # fmt: skip
+    i, j = np.arange(length), np.arange(s)
+    if spans is None:
+        queries, keys = i + shift + key_offset, j + key_offset
+    else:
+        offset = spans[:, _rules.SHIFT, None] + key_offset
+        queries = np.where(i < spans[:, _rules.Q_LENGTH, None], i + offset, 0)
+        keys = np.where(j < spans[:, _rules.K_LENGTH].max(initial=0), j + key_offset, 0)
+    for name, at in (("queries", queries), ("keys", keys)):
+        low, high = at.min(initial=0), at.max(initial=0)
+        if low < 0 or high >= max(rows, 1):
+            raise ValueError(
+                f"rotary has {rows} rows, but {name} stand at positions up to {high}"
+                if low >= 0
+                else f"rotary has rows from 0 on, but {name} stand at positions from {low} on"
+            )
+    return queries, keys

@@ -28,8 +28,57 @@ CHUNK = 1 << 20  #: scores held at a time
 def attention(problem: Problem, isa: int = -1) -> None:
     """Write problem.out, and weights and lse where the problem has them."""
     with np.errstate(all="ignore"):  # NaN, inf and underflow are results here, not accidents
-        for item, heads, queries in _chunks(problem):
-            _attend(problem, item, heads, queries)
+        if problem.q.dtype.itemsize == 2:  # float16 and bfloat16: cast once, computed in float32
+            q, k, v = (x.astype(np.float32) for x in (problem.q, problem.k, problem.v))
+            out = np.empty(problem.out.shape, np.float32)
+            attention(problem._replace(q=q, k=k, v=v, out=out))
+            problem.out[...] = out
+            return
+        for part in _items(problem):
+            for item, heads, queries in _chunks(part):
+                _attend(part, item, heads, queries)
+
+
+def _items(problem: Problem) -> Iterator[Problem]:
+    """A problem whose items differ in lengths or offsets, as one problem an item."""
+    rules, lead = problem.rules, problem.out.shape[:-3]
+    if rules.spans is None:
+        yield problem
+        return
+
+    def own(x: Any, item: int, *cut: slice) -> Any:
+        """An item's part of x, cut along the axes behind the heads."""
+        x = np.broadcast_to(x, lead + x.shape[len(lead) :])[np.unravel_index(item, lead)]
+        return x[(slice(None), *cut)]
+
+    for array, value in ((problem.out, 0), (problem.weights, 0), (problem.lse, -np.inf)):
+        if array is not None:
+            array[...] = value  # rows past an item's length are no rows
+    for n, span in enumerate(rules.spans.tolist()):
+        item, q_start, q_length, _, k_start, k_length, shift = span
+        queries = slice(q_start, q_start + q_length)
+        keys = slice(k_start, k_start + k_length)
+        index = np.unravel_index(item, lead)
+        mask, slopes = problem.mask, rules.slopes
+        if mask is not None:  # its axes of length 1 stay: they broadcast
+            cuts = (
+                c if m > 1 else slice(None)
+                for c, m in zip((queries, keys), mask.shape[-2:], strict=True)
+            )
+            mask = own(mask, item, *cuts)
+        if slopes is not None and len(slopes) > 1:
+            slopes = slopes[n : n + 1]
+        yield problem._replace(
+            q=own(problem.q, item, queries),
+            k=own(problem.k, item, keys),
+            v=own(problem.v, item, keys),
+            mask=mask,
+            shift=shift,
+            rules=rules._replace(spans=None, slopes=slopes),
+            out=problem.out[index][:, queries],
+            weights=None if problem.weights is None else problem.weights[index][:, queries, keys],
+            lse=None if problem.lse is None else problem.lse[index][:, queries],
+        )
 
 
 def _chunks(problem: Problem) -> Iterator[tuple[tuple[Any, ...], slice, slice]]:
@@ -54,88 +103,121 @@ def _chunks(problem: Problem) -> Iterator[tuple[tuple[Any, ...], slice, slice]]:
 
 
 def _attend(problem: Problem, item: tuple[Any, ...], heads: slice, queries: slice) -> None:
+    """One chunk.  Inside, arrays have a group axis for GQA: (..., Hkv, G, l, S)."""
     lead = problem.out.shape[:-3]
-    hkv = heads.stop - heads.start
-    group = problem.out.shape[-3] // problem.k.shape[-3]
+    hkv, group = heads.stop - heads.start, problem.out.shape[-3] // problem.k.shape[-3]
     all_heads = slice(heads.start * group, heads.stop * group)
 
-    def part(x: Array, rows: slice, which: slice) -> Array:
-        """The chunk's share of x, with a group axis for GQA: (..., Hkv, 1 or G, rows, last)."""
+    def part(x: Array, which: slice, rows: slice) -> Array:
+        """The chunk's share of x, (..., Hkv, G, rows, last), or with 1 in the place of G."""
         x = np.broadcast_to(x, lead + x.shape[-3:])[item][..., which, rows, :]
         return x.reshape(*x.shape[:-3], hkv, x.shape[-3] // hkv, *x.shape[-2:])
 
     everything = slice(None)
-    q = part(problem.q, queries, all_heads)  # (..., Hkv, G, l, D)
-    k = part(problem.k, everything, heads)  # (..., Hkv, 1, S, D)
-    v = part(problem.v, everything, heads)  # (..., Hkv, 1, S, Dv)
-
-    # scores, then what is excluded: selected, never added, so that NaN cannot leak
-    scores = np.matmul(q * q.dtype.type(problem.scale), k.swapaxes(-1, -2))
-    allowed = _allowed_by_order(problem, queries)
+    q = part(problem.q, all_heads, queries)
+    k = part(problem.k, heads, everything)
+    v = part(problem.v, heads, everything)
+    mask = slopes = sinks = None
     if problem.mask is not None:
-        shape = (*lead, problem.out.shape[-3], problem.out.shape[-2], problem.k.shape[-2])
-        mask = np.broadcast_to(problem.mask, shape)[item][..., all_heads, queries, :]
-        mask = mask.reshape(scores.shape)
+        shape = (*problem.out.shape[:-1], problem.k.shape[-2])
+        mask = part(np.broadcast_to(problem.mask, shape), all_heads, queries)
+    if problem.rules.slopes is not None:
+        slopes = np.broadcast_to(problem.rules.slopes, (math.prod(lead), problem.out.shape[-3]))
+        slopes = part(slopes.reshape(*lead, -1, 1, 1), all_heads, everything)
+    if problem.rules.sinks is not None:
+        sinks = problem.rules.sinks[all_heads].reshape(hkv, group, 1, 1)
+
+    positions = np.arange(queries.start, queries.stop) + problem.shift
+    scores, allowed = _scores(problem, q, k, positions, mask, slopes)
+    weights, total, lse = _softmax(scores, allowed, sinks)
+    output = _times_values(weights, total, allowed, v)
+
+    target = problem.out[item][..., all_heads, queries, :]
+    target[...] = output.reshape(target.shape)
+    if problem.weights is not None:
+        target = problem.weights[item][..., all_heads, queries, :]
+        target[...] = weights.reshape(target.shape)
+    if problem.lse is not None:
+        target = problem.lse[item][..., all_heads, queries]
+        target[...] = lse.reshape(target.shape)
+
+
+def _scores(
+    problem: Problem, q: Array, k: Array, positions: Array, mask: Any, slopes: Any
+) -> tuple[Array, Array | None]:
+    """Scores, -inf for excluded keys, and which keys are allowed; None where all of them are.
+
+    In this order: scale, softcap, ALiBi, mask, exclusion.  What is excluded is selected, never
+    added, so that a NaN in its key cannot leak.
+    """
+    rules = problem.rules
+    scores = np.matmul(q * q.dtype.type(problem.scale), k.swapaxes(-1, -2))
+    distance = positions[:, None] - np.arange(k.shape[-2])  # how far a key lies behind a query
+    if rules.softcap:
+        cap = q.dtype.type(rules.softcap)
+        scores = cap * np.tanh(scores / cap)
+    if slopes is not None:
+        scores -= slopes * np.abs(distance).astype(q.dtype)
+    allowed = None
+    if distance.size == 0 or distance.max() > rules.left or -distance.min() > rules.right:
+        allowed = (distance <= rules.left) & (-distance <= rules.right)
+    if mask is not None:
         if mask.dtype.kind != "b":
             scores += mask
             mask = mask != -np.inf
         allowed = mask if allowed is None else allowed & mask
-    if allowed is None:
-        empty: Any = False
-    else:
+    if allowed is not None:
         allowed = np.broadcast_to(allowed, scores.shape)
-        empty = ~allowed.any(axis=-1, keepdims=True)
         scores = np.where(allowed, scores, -np.inf)
+    return scores, allowed
 
-    # softmax; a row with no key subtracts 0, so that exp gives zeros, and divides by 1
+
+def _softmax(
+    scores: Array, allowed: Array | None, sinks: Array | None
+) -> tuple[Array, Array, Array]:
+    """Unnormalised weights, what they are to be divided by, and lse; scores are overwritten."""
+    empty: Any = False if allowed is None else ~allowed.any(axis=-1, keepdims=True)
     top = scores.max(axis=-1, keepdims=True, initial=-np.inf)
-    scores -= np.where(empty, 0, top)
+    nothing: Any = -np.inf if sinks is None else sinks  # the lse of a row with no key
+    if sinks is not None:
+        top = np.maximum(top, sinks)
+    scores -= np.where(empty, 0, top)  # a row with no key subtracts 0, so that exp gives zeros
     weights = np.exp(scores, out=scores)
-    total = np.where(empty, 1, weights.sum(axis=-1, keepdims=True))
-    if allowed is not None and not np.isfinite(total).all():
-        weights = np.where(allowed, weights, 0)  # exp(-inf - NaN) is no weight of a key
-    output = np.matmul(weights, v)
-    finite = np.isfinite(output).all()
-    if not finite:
-        # Once more with the non-finite entries of V read as 0: rows that are allowed none of them
-        # keep the bits that they would have with finite values there.
-        clean: Any = np.isfinite(v)
-        output = np.matmul(weights, np.where(clean, v, 0))
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total += np.exp(sinks - top)
+    total = np.where(empty, 1, total)
+    return weights, total, np.where(empty, nothing, top + np.log(total))
+
+
+def _times_values(weights: Array, total: Array, allowed: Array | None, v: Array) -> Array:
+    """weights V / total; the weights are divided by the total in place."""
+    output: Array = np.matmul(weights, v)
+    output /= total
+    if np.isfinite(output).all() and np.isfinite(total).all():
+        weights /= total
+        return output
+    # Once more with the non-finite entries of V read as 0: rows that are allowed none of them keep
+    # the bits that they would have with finite values there.
+    clean: Any = np.isfinite(v)
+    output = np.matmul(weights, np.where(clean, v, 0))
     output /= total
     weights /= total
-    if not finite:
-        allowed = np.ones(scores.shape, bool) if allowed is None else allowed
-        spoilt = (allowed & ~clean.all(axis=-1)[..., None, :]).any(axis=-1)
-        for row in zip(*np.nonzero(spoilt | ~np.isfinite(output).all(axis=-1)), strict=True):
-            values = v[(*row[:-2], 0)]  # the one key/value head of the row's group
-            output[row] = _plain_row(weights[row], values, allowed[row])
-
-    _put(problem.out, item, all_heads, queries, output)
-    if problem.weights is not None:
-        _put(problem.weights, item, all_heads, queries, weights)
-    if problem.lse is not None:
-        lse = np.where(empty, -np.inf, top + np.log(total))
-        _put(problem.lse[..., None], item, all_heads, queries, lse)
-
-
-def _allowed_by_order(problem: Problem, queries: slice) -> Array | None:
-    """(l, S) bool, True where the order of the keys allows one; None where it allows them all."""
-    s = problem.k.shape[-2]
-    if s and not problem.causal:
-        return None
-    i = np.arange(queries.start, queries.stop)[:, None]
-    return np.arange(s) <= i + problem.offset
+    allowed = np.ones(weights.shape, bool) if allowed is None else allowed
+    weights[~allowed] = (
+        0  # where a row is NaN, exp(-inf - NaN) is not the weight of an excluded key
+    )
+    spoilt = (allowed & ~clean.all(axis=-1)[..., None, :]).any(axis=-1)
+    for row in zip(*np.nonzero(spoilt | ~np.isfinite(output).all(axis=-1)), strict=True):
+        values = v[(*row[:-2], 0)]  # the one key/value head of the row's group
+        output[row] = _plain_row(weights[row], values, allowed[row])
+    return output
 
 
 def _plain_row(weights: Array, v: Array, allowed: Array) -> Array:
     """The plain formula for one row: its allowed weights times V, in key order."""
     terms: Array = weights[allowed, None] * v[allowed]
     return np.asarray(terms.sum(axis=0))
-
-
-def _put(whole: Array, item: tuple[Any, ...], heads: slice, rows: slice, part: Array) -> None:
-    target = whole[item][..., heads, rows, :]
-    target[...] = part.reshape(target.shape)
 
 
 def product(problem: Product, isa: int = -1) -> None:

@@ -6,11 +6,11 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 from numpy.typing import ArrayLike, NDArray
 
-from qkv_ext import _check
+from qkv_ext import _check, _rules
 
 Array = NDArray[Any]
 
-__all__ = ["Options", "scaled_dot_product_attention"]
+__all__ = ["Options", "alibi_slopes", "scaled_dot_product_attention", "varlen_attention"]
 
 
 class Options(TypedDict, total=False):
@@ -20,6 +20,30 @@ class Options(TypedDict, total=False):
     causal: bool
     align: Literal["bottom-right", "top-left"]
     scale: float | None
+    window: tuple[int | None, int | None] | None
+    softcap: float | None
+    alibi_slopes: ArrayLike | None
+    sinks: ArrayLike | None
+    kv_lengths: ArrayLike | None
+    q_lengths: ArrayLike | None
+    query_offset: ArrayLike | None
+    key_offset: int
+    out: Array | None
+    threads: int | None
+    backend: str | None
+
+
+class VarlenOptions(TypedDict, total=False):
+    """The options of varlen_attention; none changes what it returns."""
+
+    causal: bool
+    align: Literal["bottom-right", "top-left"]
+    scale: float | None
+    window: tuple[int | None, int | None] | None
+    softcap: float | None
+    alibi_slopes: ArrayLike | None
+    sinks: ArrayLike | None
+    kv_lengths: ArrayLike | None
     out: Array | None
     threads: int | None
     backend: str | None
@@ -78,6 +102,14 @@ def scaled_dot_product_attention(
     causal: bool = False,
     align: Literal["bottom-right", "top-left"] = "bottom-right",
     scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    kv_lengths: ArrayLike | None = None,
+    q_lengths: ArrayLike | None = None,
+    query_offset: ArrayLike | None = None,
+    key_offset: int = 0,
     layout: Literal["bhld", "blhd"] = "bhld",
     return_weights: bool = False,
     return_lse: bool = False,
@@ -90,7 +122,7 @@ def scaled_dot_product_attention(
     Parameters
     ----------
     q : array (L, D), (B, L, D), (B, H, L, D) or with more leading axes
-        Queries; float32, or float64 for the NumPy backend.
+        Queries; float32, float16 or bfloat16, or float64 for the NumPy backend.
     k : array (..., Hkv, S, D)
         Keys, of the rank and dtype of q.  H may be a multiple of Hkv (grouped-query attention):
         query head h then uses key head h // (H / Hkv).  Axes before the heads broadcast.
@@ -111,6 +143,31 @@ def scaled_dot_product_attention(
 
         "bottom-right" lets the last query see every key, as a decode step sees its whole cache.
         "top-left" is what torch means by is_causal.
+    window : (left, right), optional
+        A query at position p sees the keys p - left .. p + right; None leaves a side open.  It
+        composes with causal, and neither side counts the position itself: (0, 0) is p alone::
+
+            window=(1, 0), L=S=4       window=(None, 1), L=S=4
+                  x . . .                  x x . .
+                  x x . .                  x x x .
+                  . x x .                  x x x x
+                  . . x x                  x x x x
+
+    softcap : float, optional
+        Scores become softcap · tanh(score / softcap), before ALiBi and the mask.
+    alibi_slopes : array (H,) or (B, H), optional
+        slope · |distance of query and key| is taken off each score; see ``alibi_slopes``.
+    sinks : array (H,), optional
+        A logit per head that takes part in the denominator, and in nothing else.
+    q_lengths, kv_lengths : integers (B,), optional
+        How many queries and keys of each batch item are there, an integer at rank 2.  Rows from
+        q_lengths on are no rows: output 0, weights 0, lse -inf.  Keys from kv_lengths on are not
+        even read.  Right-padded self-attention is q_lengths = kv_lengths = the lengths.
+    query_offset : integer or integers (B,), optional
+        The position of the first query, in place of what align says.
+    key_offset : integer
+        The position of the first key, for keys that were split; it enters neither the lengths nor
+        align.
     scale : float, optional
         What the scores are multiplied by; 1/√D by default.  0 and negative numbers are honoured.
     layout : {"bhld", "blhd"}
@@ -133,7 +190,7 @@ def scaled_dot_product_attention(
     Raises
     ------
     TypeError
-        A dtype that is not float32 or float64, several of them, or an integer mask.
+        A dtype that is no float, several of them, an integer mask, lengths that are no integers.
     ValueError
         Shapes that do not fit, an option outside its values, an unknown backend.
 
@@ -146,6 +203,9 @@ def scaled_dot_product_attention(
       of the plain formula in float32.
     - In the compiled backends a row has the same bits whatever the batch, its place in it and the
       number of threads.
+    - float16 and bfloat16 are computed in float32 and rounded once; lse is float32 then.
+    - A query's position is i + offset, where the offset is len_k - len_q for "bottom-right" and 0
+      for "top-left", of each item's own lengths.
     - Neither (L, S) scores nor repeated heads are held in memory, unless weights are asked for.
 
     Examples
@@ -163,9 +223,142 @@ def scaled_dot_product_attention(
     M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax" (2018), and of
     T. Dao et al., "FlashAttention" (2022).
     """
-    chosen, problem, arrays, staged = _check.attention(
-        q, k, v, mask, causal, align, scale, layout, return_weights, return_lse, out, threads,
+    chosen, problem, arrays, copies = _check.attention(
+        q, k, v, mask, causal, align, scale, window, softcap, alibi_slopes, sinks, kv_lengths,
+        q_lengths, query_offset, key_offset, layout, return_weights, return_lse, out, threads,
         backend,
     )  # fmt: skip
     chosen.attention(problem, chosen.isa)
-    return _check.deliver(arrays, staged)
+    return _check.deliver(arrays, copies)
+
+
+@overload
+def varlen_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[VarlenOptions],
+) -> Array: ...
+@overload
+def varlen_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[VarlenOptions],
+) -> tuple[Array, Array]: ...
+def varlen_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    causal: bool = False,
+    align: Literal["bottom-right", "top-left"] = "bottom-right",
+    scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    kv_lengths: ArrayLike | None = None,
+    return_lse: bool = False,
+    out: Array | None = None,
+    threads: int | None = None,
+    backend: str | None = None,
+) -> Any:
+    """Attention over a packed batch of sequences of any lengths, laid end to end without padding.
+
+    Sequence n has the queries ``cu_seqlens_q[n]`` to ``cu_seqlens_q[n + 1]`` and the keys
+    ``cu_seqlens_k[n]`` to ``cu_seqlens_k[n + 1]``, and is computed as if it were alone.
+
+    Parameters
+    ----------
+    q : array (Tq, H, D)
+        The queries of all sequences; dtypes are those of ``scaled_dot_product_attention``.
+    k, v : array (Tk, Hkv, D) and (Tk, Hkv, Dv)
+        Their keys and values.
+    cu_seqlens_q, cu_seqlens_k : integers (N + 1,)
+        Cumulative lengths: from 0, never falling, to Tq and Tk.  Sequences may be empty.
+    alibi_slopes : array (H,) or (N, H), optional
+    kv_lengths : integers (N,), optional
+        How many keys of each sequence's span are there.
+    causal, align, scale, window, softcap, sinks, out, threads, backend
+        As in ``scaled_dot_product_attention``.
+    return_lse : bool
+        Return the log-sum-exp (Tq, H) as well.
+
+    Returns
+    -------
+    output : array (Tq, H, Dv)
+        With return_lse, the tuple (output, lse).
+
+    Raises
+    ------
+    TypeError, ValueError
+        As ``scaled_dot_product_attention`` does; cumulative lengths that do not fit.
+
+    Notes
+    -----
+    In the compiled backends the output is bit for bit that of each sequence alone.  Work is shared
+    out by blocks of queries, so that one long sequence keeps all threads busy.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv_ext
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 7, 2, 8), "f4")
+    >>> qkv_ext.varlen_attention(q, k, v, [0, 3, 7], [0, 3, 7], causal=True).shape
+    (7, 2, 8)
+
+    References
+    ----------
+    The packed form is that of T. Dao et al., FlashAttention.
+    """
+    chosen, problem, arrays, copies = _check.varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, causal, align, scale, window, softcap, alibi_slopes,
+        sinks, kv_lengths, return_lse, out, threads, backend,
+    )  # fmt: skip
+    chosen.attention(problem, chosen.isa)
+    return _check.deliver(arrays, copies)
+
+
+def alibi_slopes(num_heads: int) -> Array:
+    """The slopes of attention with linear biases (ALiBi), one for each head.
+
+    For a power of two they are 2^(-8/H), 2^(-16/H), ... 2^-8.  Otherwise those of the next lower
+    power of two come first, then every other one of twice as many heads.
+
+    Parameters
+    ----------
+    num_heads : int
+        H, at least 1.
+
+    Returns
+    -------
+    array (H,)
+        float32, for the argument alibi_slopes.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A num_heads that is no positive integer.
+
+    Examples
+    --------
+    >>> import qkv_ext
+    >>> qkv_ext.alibi_slopes(3)
+    array([0.0625    , 0.00390625, 0.25      ], dtype=float32)
+
+    References
+    ----------
+    O. Press, N. A. Smith and M. Lewis, "Train Short, Test Long" (2022).
+    """
+    return _rules.default_slopes(num_heads)

@@ -27,7 +27,7 @@ def matmul(
     Parameters
     ----------
     a : array (..., M, K)
-        float32, or float64 for the NumPy backend.
+        float32, float16 or bfloat16, or float64 for the NumPy backend.
     b : array (..., K, N)
         The dtype of a; leading axes broadcast as in NumPy.
     out : array (..., M, N), optional
@@ -45,7 +45,7 @@ def matmul(
     Raises
     ------
     TypeError
-        A dtype that is not float32 or float64, or two of them.
+        A dtype that is none of these, or two of them.
     ValueError
         Shapes that do not fit, an out that cannot be written, an unknown backend.
 
@@ -67,9 +67,9 @@ def matmul(
     The blocking is that of K. Goto and R. van de Geijn, "Anatomy of High-Performance Matrix
     Multiplication", ACM TOMS 34 (2008).
     """
-    chosen, problem, arrays, staged = _check.matmul(a, b, out, threads, backend)
+    chosen, problem, arrays, copies = _check.matmul(a, b, out, threads, backend)
     chosen.product(problem, chosen.isa)
-    output: Array = _check.deliver(arrays, staged)
+    output: Array = _check.deliver(arrays, copies)
     return output
 
 
@@ -87,7 +87,7 @@ def linear_projection(
     Parameters
     ----------
     x : array (..., d_in)
-        float32, or float64 for the NumPy backend.
+        float32, float16 or bfloat16, or float64 for the NumPy backend.
     w : array (d_in, d_out) or PackedWeight
         The weight.  A framework that keeps weights as (d_out, d_in), as torch's Linear does, passes
         ``w.T``.  A weight that serves many calls is best packed once, by ``pack_weight``.
@@ -105,7 +105,7 @@ def linear_projection(
     Raises
     ------
     TypeError
-        A dtype that is not float32 or float64, or several of them.
+        A dtype that is none of these, or several of them.
     ValueError
         Shapes that do not fit, an out that cannot be written, an unknown backend.
 
@@ -121,9 +121,9 @@ def linear_projection(
     >>> qkv_ext.linear_projection(x, qkv_ext.pack_weight(w)).shape
     (4, 3)
     """
-    chosen, problem, arrays, staged = _check.linear(x, w, b, out, threads, backend)
+    chosen, problem, arrays, copies = _check.linear(x, w, b, out, threads, backend)
     chosen.product(problem, chosen.isa)
-    output: Array = _check.deliver(arrays, staged)
+    output: Array = _check.deliver(arrays, copies)
     return output
 
 
@@ -133,7 +133,7 @@ def pack_weight(w: ArrayLike) -> PackedWeight:
     Parameters
     ----------
     w : array (d_in, d_out)
-        float32, or float64 for the NumPy backend.  It is copied.
+        float32, float16 or bfloat16, or float64 for the NumPy backend.  It is copied.
 
     Returns
     -------
@@ -143,7 +143,7 @@ def pack_weight(w: ArrayLike) -> PackedWeight:
     Raises
     ------
     TypeError
-        A dtype that is not float32 or float64.
+        A dtype that is none of these.
     ValueError
         A w that is not two-dimensional.
 
@@ -169,7 +169,7 @@ def softmax(
     Parameters
     ----------
     x : array
-        float32, or float64 for the NumPy backend.
+        float32, float16 or bfloat16, or float64 for the NumPy backend.
     axis : int
         The axis that is to sum to 1.
     out : array, optional
@@ -187,7 +187,7 @@ def softmax(
     Raises
     ------
     TypeError
-        A dtype that is not float32 or float64.
+        A dtype that is none of these.
     ValueError
         An axis that x does not have, an out that cannot be written, an unknown backend.
 
@@ -201,7 +201,7 @@ def softmax(
     >>> qkv_ext.softmax(np.float32([1000.0, 1000.0]))
     array([0.5, 0.5], dtype=float32)
     """
-    chosen, problem, arrays, staged = _check.softmax(x, axis, out, threads, backend)
+    chosen, problem, arrays, copies = _check.softmax(x, axis, out, threads, backend)
     chosen.softmax(problem, chosen.isa)
-    output: Array = _check.deliver(arrays, staged)
+    output: Array = _check.deliver(arrays, copies)
     return output

@@ -1,85 +1,19 @@
-"""Attention with its projections: Q = X W_Q, K = X W_K, V = X W_V, heads, and W_O."""
+"""A multi-head attention layer that keeps its weights: packed once, called many times."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Unpack
+from collections.abc import Mapping
+from typing import Any, Unpack
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from qkv_ext import _layers
-from qkv_ext._layers import Projections
+from qkv_ext import _layers, _state_dict
 from qkv_ext._packed import PackedWeight
-from qkv_ext.attention import Options, scaled_dot_product_attention
-from qkv_ext.linear import linear_projection, pack_weight
+from qkv_ext.attention import Options
+from qkv_ext.linear import pack_weight
+from qkv_ext.projected import ProjectedKV, Weight, attend, project_kv
 
-Array = NDArray[Any]
-Weight = ArrayLike | PackedWeight
-
-__all__ = ["MultiHeadAttention", "ProjectedKV", "cross_attention", "self_attention"]
-
-
-class ProjectedKV(NamedTuple):
-    """Keys (..., Hkv, S, D) and values (..., Hkv, S, Dv) of a context, projected once."""
-
-    k: Array
-    v: Array
-
-
-def _project(layer: Projections, part: str, x: Array, options: Options) -> Array:
-    """X W + b for W_Q, W_K or W_V, heads before the length: (..., L, d_in) -> (..., H, L, D)."""
-    heads = layer.num_heads if part == "q" else layer.num_kv_heads
-    w, b = layer.weights[part], layer.biases[part]
-    flat = linear_projection(
-        x, w, b, threads=options.get("threads"), backend=options.get("backend")
-    )
-    return flat.reshape(*flat.shape[:-1], heads, w.shape[1] // heads).swapaxes(-3, -2)
-
-
-def _project_kv(layer: Projections, context: ArrayLike, name: str, options: Options) -> ProjectedKV:
-    context = _layers.sequence(context, name, layer, "k")
-    return ProjectedKV(
-        _project(layer, "k", context, options), _project(layer, "v", context, options)
-    )
-
-
-def _attend(
-    layer: Projections,
-    x: ArrayLike,
-    kv: ProjectedKV,
-    return_weights: bool,
-    return_lse: bool,
-    options: Options,
-    name: str = "x",
-) -> Any:
-    """Project x to Q, attend to kv, lay the heads side by side, and project by W_O if there is one.
-
-    Everything has a head axis here, also for x (L, d_in): a batch axis is put before it, and taken
-    off what is returned.
-    """
-    x = _layers.sequence(x, name, layer, "q")
-    out, rest = _layers.projected_call(x, kv.k, kv.v, layer, dict(options), name)
-    q, k, v = _project(layer, "q", x, options), kv.k, kv.v
-    if single := x.ndim == 2:
-        q, k, v = q[None], k[None], v[None]
-    lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3])
-    heads, length, dv = layer.num_heads, q.shape[-2], v.shape[-1]
-    merged = np.empty((*lead, length, heads, dv), q.dtype)
-    rest |= {"return_weights": return_weights, "return_lse": return_lse}
-    extras: Any = scaled_dot_product_attention(q, k, v, out=merged.swapaxes(-3, -2), **rest)
-    output = merged.reshape(*lead, length, heads * dv)
-    if single:
-        output = output[0]
-        extras = tuple(extra[0] for extra in extras) if isinstance(extras, tuple) else extras
-    if layer.weights["o"] is not None:
-        output = linear_projection(
-            output, layer.weights["o"], layer.biases["o"], out=out,
-            threads=options.get("threads"), backend=options.get("backend"),
-        )  # fmt: skip
-    elif out is not None:
-        out[...] = output
-        output = out
-    return (output, *extras[1:]) if isinstance(extras, tuple) else output
+__all__ = ["MultiHeadAttention"]
 
 
 class MultiHeadAttention:
@@ -106,7 +40,8 @@ class MultiHeadAttention:
 
     Notes
     -----
-    A layer holds no state beyond its weights: it can be called from several threads and pickled.
+    A layer holds no state beyond its weights, and copies of its own: it can be called from several
+    threads, and pickled.
     Numerics are those of ``linear_projection`` and ``scaled_dot_product_attention``.
 
     Examples
@@ -145,7 +80,8 @@ class MultiHeadAttention:
             part: w if w is None or isinstance(w, PackedWeight) else pack_weight(w)
             for part, w in layer.weights.items()
         }
-        self._layer = layer._replace(weights=packed)
+        biases = {part: None if b is None else b.copy() for part, b in layer.biases.items()}
+        self._layer = layer._replace(weights=packed, biases=biases)
 
     @classmethod
     def from_fused(
@@ -185,6 +121,66 @@ class MultiHeadAttention:
         biases = {"b_q": b_q, "b_k": b_k, "b_v": b_v, "b_o": b_o}
         return cls(w_q, w_k, w_v, w_o, **biases, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
+    @classmethod
+    def from_state_dict(
+        cls,
+        mapping: Mapping[str, Any],
+        prefix: str,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+    ) -> MultiHeadAttention:
+        """A layer from the named weights of a trained model, as a safetensors file holds them.
+
+        Parameters
+        ----------
+        mapping : mapping of str to array
+            NumPy arrays, as ``safetensors.numpy.load_file`` gives them, or anything that np.asarray
+            takes.  Weights are (out, in), as torch keeps them, and are transposed.
+        prefix : str
+            What the names of the layer start with, such as ``"model.layers.0.self_attn"``; "" for
+            none.  Under it there is one of::
+
+                in_proj_weight, in_proj_bias, out_proj              torch.nn.MultiheadAttention
+                q_proj_weight, k_proj_weight, ... out_proj          the same with kdim or vdim
+                q_proj, k_proj, v_proj, o_proj or out_proj          Llama, Whisper, CLIP
+                self_attn.q_proj, ... self_attn.o_proj              a layer of theirs
+                query, key, value                                   BertSelfAttention, no W_O
+                self.query, ... output.dense                        BertAttention
+                attention.self.query, ... attention.output.dense    BertLayer
+                attention.attention.query, ... the same             ViTLayer
+
+            and all but the first two lines with ``.weight`` and, where there is one, ``.bias``.
+        num_heads, num_kv_heads
+            As for the class; the names do not tell them.
+
+        Returns
+        -------
+        MultiHeadAttention
+            float16 and bfloat16 weights are converted to float32, once.
+
+        Raises
+        ------
+        TypeError
+            A value that is no array of floats.
+        ValueError
+            No such names, with those that were looked for; some of them missing; weights that
+            change Q, K or V in other ways (bias_k, bias_v, q_norm, k_norm); shapes that do not fit.
+
+        Examples
+        --------
+        >>> import numpy as np, qkv_ext
+        >>> shapes = {"q_proj": (32, 16), "k_proj": (8, 16), "v_proj": (8, 16), "o_proj": (16, 32)}
+        >>> names = {f"layers.0.{name}.weight": np.zeros(s, "f4") for name, s in shapes.items()}
+        >>> qkv_ext.MultiHeadAttention.from_state_dict(names, "layers.0", 8, 2)
+        MultiHeadAttention(d_in=16, num_heads=8, num_kv_heads=2, head_dim=4, d_out=16)
+        """
+        fused, w, b = _state_dict.find(mapping, prefix)
+        heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        if fused:
+            return cls.from_fused(w["qkv"], w["o"], b_qkv=b["qkv"], b_o=b["o"], **heads)
+        heads |= {f"b_{part}": b[part] for part in "qkvo"}
+        return cls(w["q"], w["k"], w["v"], w["o"], **heads)
+
     def project_kv(
         self, context: ArrayLike, *, threads: int | None = None, backend: str | None = None
     ) -> ProjectedKV:
@@ -193,10 +189,10 @@ class MultiHeadAttention:
         Returns
         -------
         ProjectedKV
-            k (..., Hkv, S, D) and v (..., Hkv, S, Dv).
+            k (..., Hkv, S, D) and v (..., Hkv, S, Dv).  No rotary is applied to k yet.
         """
         options: Options = {"threads": threads, "backend": backend}
-        return _project_kv(self._layer, context, "context", options)
+        return project_kv(self._layer, context, "context", options)
 
     def __call__(
         self,
@@ -204,6 +200,9 @@ class MultiHeadAttention:
         context: ArrayLike | None = None,
         *,
         kv: ProjectedKV | None = None,
+        rotary: tuple[ArrayLike, ArrayLike] | None = None,
+        interleaved: bool = False,
+        rotary_dim: int | None = None,
         return_weights: bool = False,
         return_lse: bool = False,
         **options: Unpack[Options],
@@ -217,11 +216,20 @@ class MultiHeadAttention:
             What keys and values are projected from; x by default.
         kv : ProjectedKV, optional
             Keys and values that are projected already, instead of a context.
+        rotary : (cos, sin), optional
+            Tables as ``rotary_tables`` makes them.  Q and K are turned as ``apply_rotary`` does it,
+            at the positions of causal, window and ALiBi: query i at i + offset, which is i in
+            self-attention without more options and i + query_offset where that is given, and key j
+            at j + key_offset.
+        interleaved, rotary_dim : optional
+            As in ``apply_rotary``.
         return_weights, return_lse : bool
             Return the weights (..., H, L, S) and the log-sum-exp (..., H, L) as well.
         **options
-            mask, causal, align, scale, threads, backend as in ``scaled_dot_product_attention``.
-            out is the final (..., L, d_out).
+            mask, causal, align, scale, window, softcap, alibi_slopes, sinks, kv_lengths, q_lengths,
+            query_offset, key_offset, threads, backend as in ``scaled_dot_product_attention``.
+            Masks broadcast to (..., H, L, S); lengths and query_offset are (B,) with the first axis
+            of x, integers where x is (L, d_in).  out is the final (..., L, d_out).
 
         Returns
         -------
@@ -231,16 +239,34 @@ class MultiHeadAttention:
         Raises
         ------
         TypeError, ValueError
-            As ``scaled_dot_product_attention`` does; both context and kv.
+            As ``scaled_dot_product_attention`` and ``apply_rotary`` do; both context and kv;
+            positions for which rotary has no row; interleaved or rotary_dim without rotary.
+
+        Examples
+        --------
+        >>> import numpy as np, qkv_ext
+        >>> w = np.random.default_rng(0).standard_normal((4, 8, 8), "f4")
+        >>> mha = qkv_ext.MultiHeadAttention(*w, num_heads=2)
+        >>> x = np.ones((2, 5, 8), "f4")  # two sequences, of 5 and of 3, padded on the right
+        >>> lengths = {"q_lengths": [5, 3], "kv_lengths": [5, 3]}
+        >>> mha(x, rotary=qkv_ext.rotary_tables(5, 4), causal=True, **lengths).shape
+        (2, 5, 8)
         """
+        turn = _layers.rotary(rotary, interleaved, rotary_dim, self._layer)
         if kv is None:
             name = "x" if context is None else "context"
-            kv = _project_kv(self._layer, x if context is None else context, name, options)
+            kv = project_kv(self._layer, x if context is None else context, name, options)
         elif context is not None:
             raise ValueError("context and kv are both given; expected one of them")
         else:
             kv = ProjectedKV(*_layers.projected_kv(kv, self._layer))
-        return _attend(self._layer, x, kv, return_weights, return_lse, options)
+        return attend(self._layer, x, kv, return_weights, return_lse, options, rotary=turn)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        layer = self._layer
+        biases = [layer.biases[part] for part in "qkvo"]
+        weights = [layer.weights[part] for part in "qkvo"]
+        return _restored, (*weights, *biases, layer.num_heads, layer.num_kv_heads)
 
     def __repr__(self) -> str:
         layer = self._layer
@@ -255,126 +281,7 @@ class MultiHeadAttention:
         )
 
 
-def self_attention(
-    x: ArrayLike,
-    w_q: Weight,
-    w_k: Weight,
-    w_v: Weight,
-    w_o: Weight | None = None,
-    *,
-    num_heads: int = 1,
-    num_kv_heads: int | None = None,
-    b_q: ArrayLike | None = None,
-    b_k: ArrayLike | None = None,
-    b_v: ArrayLike | None = None,
-    b_o: ArrayLike | None = None,
-    return_weights: bool = False,
-    return_lse: bool = False,
-    **options: Unpack[Options],
-) -> Any:
-    """Multi-head self-attention: Q = X W_Q, K = X W_K, V = X W_V, attention, then W_O.
-
-    Parameters
-    ----------
-    x : array (..., L, d_in)
-        The sequence that gives queries, keys and values.
-    w_q, w_k, w_v : array or PackedWeight, (d_in, H·D), (d_in, Hkv·D), (d_in, Hkv·Dv)
-        Head h owns the columns h·D to (h + 1)·D.
-    w_o : array or PackedWeight (H·Dv, d_out), optional
-        Without it the heads are laid side by side.
-    num_heads, num_kv_heads : int
-        H and Hkv; Hkv is H by default.
-    b_q, b_k, b_v, b_o : array, optional
-        Biases of the four projections.
-    return_weights, return_lse : bool
-        Return the weights (..., H, L, L) and the log-sum-exp (..., H, L) as well.
-    **options
-        mask, causal, align, scale, threads, backend as in ``scaled_dot_product_attention``; masks
-        broadcast to (..., H, L, L).  out is the final (..., L, d_out).
-
-    Returns
-    -------
-    output : array (..., L, d_out)
-        d_out is H·Dv without w_o.  With extras, a tuple in the order output, weights, lse.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As ``linear_projection`` and ``scaled_dot_product_attention`` do, and where the width of a
-        weight is no multiple of its heads.
-
-    Examples
-    --------
-    >>> import numpy as np, qkv_ext
-    >>> rng = np.random.default_rng(0)
-    >>> x, w = rng.standard_normal((4, 8), "f4"), rng.standard_normal((3, 8, 8), "f4")
-    >>> output, weights = qkv_ext.self_attention(x, *w, num_heads=2, return_weights=True)
-    >>> output.shape, weights.shape
-    ((4, 8), (2, 4, 4))
-
-    References
-    ----------
-    A. Vaswani et al., "Attention Is All You Need" (2017), section 3.2.
-    """
-    layer = _layers.projections(w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads)
-    kv = _project_kv(layer, x, "x", options)
-    return _attend(layer, x, kv, return_weights, return_lse, options)
-
-
-def cross_attention(
-    x_dec: ArrayLike,
-    x_enc: ArrayLike,
-    w_q: Weight,
-    w_k: Weight,
-    w_v: Weight,
-    w_o: Weight | None = None,
-    *,
-    num_heads: int = 1,
-    num_kv_heads: int | None = None,
-    b_q: ArrayLike | None = None,
-    b_k: ArrayLike | None = None,
-    b_v: ArrayLike | None = None,
-    b_o: ArrayLike | None = None,
-    return_weights: bool = False,
-    return_lse: bool = False,
-    **options: Unpack[Options],
-) -> Any:
-    """Multi-head cross-attention: Q = X_dec W_Q; K = X_enc W_K, V = X_enc W_V; attention, W_O.
-
-    Parameters
-    ----------
-    x_dec : array (..., L, d_in)
-        The sequence that asks.
-    x_enc : array (..., S, d_enc)
-        The sequence that is asked, of the rank of x_dec.
-    w_q, w_k, w_v : array or PackedWeight, (d_in, H·D), (d_enc, Hkv·D), (d_enc, Hkv·Dv)
-        Head h owns the columns h·D to (h + 1)·D.
-    w_o, num_heads, num_kv_heads, b_q, b_k, b_v, b_o, return_weights, return_lse, **options
-        As in ``self_attention``; weights are (..., H, L, S).
-
-    Returns
-    -------
-    output : array (..., L, d_out)
-        With extras, a tuple in the order output, weights, lse.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As in ``self_attention``.
-
-    Examples
-    --------
-    >>> import numpy as np, qkv_ext
-    >>> rng = np.random.default_rng(0)
-    >>> x_dec, x_enc = rng.standard_normal((4, 8), "f4"), rng.standard_normal((6, 5), "f4")
-    >>> w_q, w_k, w_v = (rng.standard_normal((n, 8), "f4") for n in (8, 5, 5))
-    >>> qkv_ext.cross_attention(x_dec, x_enc, w_q, w_k, w_v, num_heads=2).shape
-    (4, 8)
-
-    References
-    ----------
-    A. Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3.
-    """
-    layer = _layers.projections(w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads)
-    kv = _project_kv(layer, x_enc, "x_enc", options)
-    return _attend(layer, x_dec, kv, return_weights, return_lse, options, name="x_dec")
+def _restored(*parts: Any) -> MultiHeadAttention:
+    """A layer out of a pickle: 4 weights, 4 biases, H, Hkv."""
+    names = ("b_q", "b_k", "b_v", "b_o", "num_heads", "num_kv_heads")
+    return MultiHeadAttention(*parts[:4], **dict(zip(names, parts[4:], strict=True)))

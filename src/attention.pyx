@@ -2,30 +2,33 @@
 # cython: cdivision=True
 """Batched attention: tasks, key tiles, the online softmax, and the merging of split keys.
 
-    call      batch items x key/value heads x blocks of query rows x splits of the keys
+    call      items (of a batch, or sequences of a packed one) x key/value heads
+                x blocks of query rows x splits of the keys
       task      one of each: a block of rows against a split of the keys
         tile      256 keys: scores = Q Kᵀ; weights = exp(scores - max); sums = factor sums + weights V
 
 The query rows of all heads that share a key/value head are one list, row r being head r % group at
 position r // group: one pass over the keys serves them all.  A task works on contiguous copies of
 its rows, [rows, D] and [rows, Dv], that fit the cache; keys become panels, once per head and
-thread, where enough rows use them.
+thread, where enough rows use them.  16-bit numbers become float32 a tile at a time.
 
 Long keys with few rows are cut into splits of 1024 keys, each with its own maximum and sums.  Parts
 are merged from left to right, so that the threads change no bit.
 
-What is chosen by shape (blocks, splits, panels or not) never depends on the batch, on the other
-items or on the number of threads.  See kernels.h for the arithmetic of a tile.
+What is chosen by shape (blocks, splits, panels or not) is chosen for each item from its own
+lengths: never from the batch, the padding or the number of threads.  See kernels.h for the
+arithmetic of a tile, and rows.pxi for the beginning and the end of a row.
 """
 
 from cpython.buffer cimport PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.math cimport INFINITY, NAN, expf, isfinite, isnan, logf
-from libc.stdint cimport uint8_t
+from libc.stdint cimport int64_t, uint8_t, uint16_t
 from libc.string cimport memcpy, memset
 
 from qkv_ext._kernels cimport (
-    LANES, PANEL, TILE, free_order, new_order, parallel_for, qkv_kernels, qkv_order, qkv_row,
-    qkv_run, release, scratch, stopped, table, take_turn, wait_turn,
+    LANES, PANEL, QKV_BFLOAT16, QKV_FLOAT16, QKV_FLOAT32, TILE, free_order, new_order, parallel_for,
+    qkv_kernels, qkv_order, qkv_row, qkv_run, release, scratch, stopped, table, take_turn,
+    wait_turn,
 )
 
 
@@ -33,32 +36,53 @@ cdef enum:
     SPLIT = 1024         # keys of a split, a multiple of TILE
     FEW_ROWS = 8         # up to here dot products with the rows of K beat packing them
     ROWS = 132           # query rows of a task: their scores stay in the second-level cache,
-    CAUSAL_ROWS = 48     # fewer where rows end at different keys
+    ORDERED_ROWS = 48    # fewer where rows see different keys
     SLOTS = 4            # parts that may wait for their left neighbour, per thread
     SMALL_WORK = 400000  # multiplications below which no other thread is woken up
-
 
 cdef double MOST_FLOATS = 1e17
 
 
-cdef struct Call:
-    const qkv_kernels *ops
-    # the problem
-    Py_buffer q, k, v, out, mask
-    bint has_mask, bool_mask
-    float *weights
-    float *lse
-    Py_ssize_t heads, kv_heads, group, L, S, D, Dv
-    Py_ssize_t offset
-    bint causal
-    float scale
-    # the plan
+# One item: its arrays from its own first row on, its rules, and its plan.
+cdef struct Item:
+    const char *q
+    const char *k
+    const char *v
+    const char *mask     # or NULL
+    char *out
+    char *weights        # or NULL
+    char *lse            # or NULL
+    const float *slopes  # [heads] or NULL
+    Py_ssize_t L, S      # its own lengths
+    Py_ssize_t room      # rows that are its own, of which L are there
+    Py_ssize_t shift     # query i stands at key i + shift
     Py_ssize_t block, blocks, splits
     bint direct          # dot products with the rows of K, no panels
+    Py_ssize_t first_task, first_part
+
+
+cdef struct Call:
+    const qkv_kernels *ops
+    # the problem; strides in bytes
+    Py_ssize_t heads, kv_heads, group, S, D, Dv
+    Py_ssize_t q_head, q_row, k_head, k_row, v_head, v_row, out_head, out_row
+    Py_ssize_t mask_head, mask_row, mask_step, weights_head, weights_row, lse_head, lse_row
+    int kind             # of q, k, v and out: QKV_FLOAT32, QKV_FLOAT16 or QKV_BFLOAT16
+    bint bool_mask
+    const float *sinks   # [heads] or NULL
+    float scale, softcap
+    Py_ssize_t left, right
+    # the plan
+    Item *items
+    Py_ssize_t count     # of items
+    Py_ssize_t block     # the largest block of rows
+    Py_ssize_t keys      # keys that panels hold at most
+    Py_ssize_t longest   # keys of the longest item
+    Py_ssize_t parts     # tasks of items with more than one split
     # working memory: one Desk per worker, and the parts that wait
     char *desks
     size_t desk_size
-    char *parts
+    char *waiting
     size_t part_size
     Py_ssize_t slots
     qkv_order *order
@@ -80,8 +104,10 @@ cdef struct Desk:
     float *factor        # [block]
     float *ones          # [block]
     float *panels        # K of a head, or of a tile: [keys / PANEL] panels
-    float *clean         # [TILE, Dv], a tile of V with its non-finite entries read as 0
-    float *line          # [S], the scores of one row, for the plain formula
+    float *k_rows        # [TILE, D], a tile of K that is stored in 16 bits
+    float *v_rows        # [TILE, Dv], a tile of V that is, or with its non-finite entries as 0
+    float *value         # [Dv], an output row before it is rounded
+    float *line          # [longest + LANES], the scores of one row, for the plain formula
     uint8_t *packed      # [tiles], which tiles of the head are in panels
     qkv_row *rows        # [block]
     Py_ssize_t *head     # the head that panels belongs to, -1 for none
@@ -89,9 +115,15 @@ cdef struct Desk:
 
 # Where a task stands.
 cdef struct Place:
-    Py_ssize_t item, kv_head, first_row, m, split
+    const Item *item
+    Py_ssize_t head      # item and key/value head as one number
+    Py_ssize_t kv_head, first_row, m, split
+    Py_ssize_t part      # its number among the tasks of split items
     const char *k
     const char *v
+
+
+include "rows.pxi"
 
 
 # ---- memory ---------------------------------------------------------------------------------------
@@ -114,7 +146,6 @@ cdef size_t lay_part(const Call *call, char *memory, Part *part) noexcept nogil:
 
 cdef size_t lay_desk(const Call *call, char *memory, Desk *desk) noexcept nogil:
     """Lay out a worker's memory from there on; returns what it takes."""
-    cdef Py_ssize_t keys = TILE if call.blocks == 1 else (call.S + TILE - 1) // TILE * TILE
     cdef char *at = memory
     at += lay_part(call, at, &desk.part)
     desk.head = <Py_ssize_t *> carve(&at, 1, sizeof(Py_ssize_t))
@@ -123,81 +154,27 @@ cdef size_t lay_desk(const Call *call, char *memory, Desk *desk) noexcept nogil:
     desk.scores = <float *> carve(&at, call.block * (TILE + LANES), sizeof(float))
     desk.factor = <float *> carve(&at, call.block, sizeof(float))
     desk.ones = <float *> carve(&at, call.block, sizeof(float))
-    desk.packed = <uint8_t *> carve(&at, keys // TILE, sizeof(uint8_t))
-    desk.panels = <float *> carve(&at, 0 if call.direct else keys * call.D, sizeof(float))
-    desk.clean = <float *> carve(&at, TILE * call.Dv, sizeof(float))
-    desk.line = <float *> carve(&at, call.S, sizeof(float))
+    desk.value = <float *> carve(&at, call.Dv, sizeof(float))
+    desk.packed = <uint8_t *> carve(&at, call.keys // TILE, sizeof(uint8_t))
+    desk.panels = <float *> carve(&at, call.keys * call.D, sizeof(float))
+    desk.k_rows = <float *> carve(&at, TILE * call.D, sizeof(float))
+    desk.v_rows = <float *> carve(&at, TILE * call.Dv, sizeof(float))
+    desk.line = <float *> carve(&at, call.longest + LANES, sizeof(float))
     return at - memory
 
 
-cdef inline const char *item_of(const Call *call, const Py_buffer *x, Py_ssize_t item) noexcept nogil:
-    """The start of a batch item; leading axes of length 1 broadcast."""
-    cdef const char *at = <const char *> x.buf
-    cdef Py_ssize_t axis, n
-    for axis in range(call.out.ndim - 4, -1, -1):
-        n = call.out.shape[axis]
-        if x.shape[axis] != 1:
-            at += item % n * x.strides[axis]
-        item //= n
-    return at
-
-
-cdef inline Py_ssize_t head_stride(const Py_buffer *x) noexcept nogil:
-    return x.strides[x.ndim - 3] if x.shape[x.ndim - 3] != 1 else 0
-
-
-cdef inline Py_ssize_t row_stride(const Py_buffer *x) noexcept nogil:
-    return x.strides[x.ndim - 2] if x.shape[x.ndim - 2] != 1 else 0
-
-
-# ---- rows and their rules -------------------------------------------------------------------------
-
-cdef void start_rows(const Call *call, const Place *at, Desk *desk) noexcept nogil:
-    """Gather the scaled query rows of a task, and what each of them is allowed to see."""
-    cdef const char *q = item_of(call, &call.q, at.item)
-    cdef const char *mask = item_of(call, &call.mask, at.item) if call.has_mask else NULL
-    cdef const char *mask_row
-    cdef const float *source
-    cdef qkv_row *row
-    cdef Py_ssize_t r, i, h
-    for r in range(at.m):
-        i = (at.first_row + r) // call.group
-        h = at.kv_head * call.group + (at.first_row + r) % call.group
-        source = <const float *> (q + h * head_stride(&call.q) + i * row_stride(&call.q))
-        call.ops.scaled(source, call.scale, desk.q + r * call.D, call.D)
-
-        row = &desk.rows[r]
-        row.lo = 0
-        row.hi = min(max(i + call.offset + 1, 0), call.S) if call.causal else call.S
-        row.keep = NULL
-        row.bias = NULL
-        row.mask_step = 0
-        if call.has_mask:
-            mask_row = mask + h * head_stride(&call.mask) + i * row_stride(&call.mask)
-            if call.mask.shape[call.mask.ndim - 1] != 1 and call.mask.strides[call.mask.ndim - 1]:
-                row.mask_step = 1
-            if call.bool_mask:
-                row.keep = <const uint8_t *> mask_row
-            else:
-                row.bias = <const float *> mask_row
-        row.scores = NULL
-        if call.weights != NULL:
-            row.scores = call.weights + ((at.item * call.heads + h) * call.L + i) * call.S
-
-
-cdef inline bint allowed(const qkv_row *row, Py_ssize_t j) noexcept nogil:
-    """Whether the row may see key j: the rules that softmax_tile applies, for one key."""
-    return (row.lo <= j < row.hi
-            and (row.keep == NULL or row.keep[j * row.mask_step])
-            and (row.bias == NULL or row.bias[j * row.mask_step] != -INFINITY))
-
-
-cdef Py_ssize_t furthest(const qkv_row *rows, Py_ssize_t m) noexcept nogil:
-    """The end of the keys that any of m rows may see."""
-    cdef Py_ssize_t r, hi = 0
-    for r in range(m):
-        hi = max(hi, rows[r].hi)
-    return hi
+cdef const float *rows_of(const Call *call, const char *base, Py_ssize_t stride, Py_ssize_t first,
+                          Py_ssize_t n, Py_ssize_t width, float *copy, Py_ssize_t *ld) noexcept nogil:
+    """n rows of K or V as floats: in place, or widened into the copy; ld is their distance."""
+    cdef Py_ssize_t j
+    if call.kind == QKV_FLOAT32:
+        ld[0] = stride // <Py_ssize_t> sizeof(float)
+        return <const float *> (base + first * stride)
+    for j in range(n):
+        call.ops.widen(call.kind, <const uint16_t *> (base + (first + j) * stride),
+                       copy + j * width, width)
+    ld[0] = width
+    return copy
 
 
 # ---- a task: tiles of keys ------------------------------------------------------------------------
@@ -205,59 +182,74 @@ cdef Py_ssize_t furthest(const qkv_row *rows, Py_ssize_t m) noexcept nogil:
 cdef const float *packed_tile(const Call *call, const Place *at, Desk *desk,
                               Py_ssize_t tile) noexcept nogil:
     """The panels of the tile's keys: packed when first used, kept while the head stays."""
-    cdef Py_ssize_t n = min(TILE, call.S - tile), stride = row_stride(&call.k), c
-    cdef bint kept = call.blocks > 1
+    cdef Py_ssize_t n = min(TILE, at.item.S - tile), c, ld
+    cdef bint kept = at.item.blocks > 1
     cdef float *panels = desk.panels + (tile * call.D if kept else 0)
+    cdef const float *k
     if kept and desk.packed[tile // TILE]:
         return panels
+    k = rows_of(call, at.k, call.k_row, tile, n, call.D, desk.k_rows, &ld)
     for c from 0 <= c < n by PANEL:
-        call.ops.pack(<const float *> (at.k + (tile + c) * stride), stride // <Py_ssize_t> sizeof(float),
-                      panels + c * call.D, min(PANEL, n - c), call.D)
+        call.ops.pack(k + c * ld, ld, panels + c * call.D, min(PANEL, n - c), call.D)
     if kept:
         desk.packed[tile // TILE] = 1
     return panels
 
 
+cdef inline void columns(const qkv_row *rows, Py_ssize_t m, Py_ssize_t tile, Py_ssize_t n,
+                         Py_ssize_t *start, Py_ssize_t *end) noexcept nogil:
+    """The columns start <= c < end of a tile that m rows need, start on a panel; or none."""
+    cdef Py_ssize_t lo, hi
+    extent(rows, m, &lo, &hi)
+    end[0] = min(n, hi - tile)
+    start[0] = max(lo - tile, 0) // PANEL * PANEL
+    if start[0] >= end[0]:
+        start[0] = end[0] = 0
+
+
 cdef void score_tile(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile, Py_ssize_t n,
-                     Py_ssize_t step) noexcept nogil:
+                     Py_ssize_t step, const float *next, Py_ssize_t ldn) noexcept nogil:
     """scores[m, n] = Q Kᵀ of a tile, for step rows at a time and no further than they see."""
-    cdef Py_ssize_t lds = TILE + LANES, stride = row_stride(&call.k), r, c, d, cols, depth
-    cdef const float *panels
-    if call.direct:
-        call.ops.dots(desk.q, call.D, <const float *> (at.k + tile * stride),
-                      stride // <Py_ssize_t> sizeof(float), desk.scores, lds, at.m, n, call.D,
-                      <const float *> (at.v + tile * row_stride(&call.v)),
-                      row_stride(&call.v) // <Py_ssize_t> sizeof(float))
+    cdef Py_ssize_t lds = TILE + LANES, r, c, d, m, start, end, cols, depth, ld
+    cdef const float *k
+    if at.item.direct:
+        k = rows_of(call, at.k, call.k_row, tile, n, call.D, desk.k_rows, &ld)
+        call.ops.dots(desk.q, call.D, k, ld, desk.scores, lds, at.m, n, call.D, next, ldn)
         return
-    panels = packed_tile(call, at, desk, tile)
+    k = packed_tile(call, at, desk, tile)
     for c from 0 <= c < n by PANEL:
         for r from 0 <= r < at.m by step:
-            cols = min(PANEL, n - c, furthest(desk.rows + r, min(step, at.m - r)) - tile - c)
-            cols = (cols + LANES - 1) // LANES * LANES  # panels have whole vectors
-            for d from 0 <= d < (max(call.D, 1) if cols > 0 else 0) by TILE:  # D may be 0
+            m = min(step, at.m - r)
+            columns(desk.rows + r, m, tile, n, &start, &end)
+            if c < start or c >= end:
+                continue
+            cols = (min(PANEL, end - c) + LANES - 1) // LANES * LANES  # panels have whole vectors
+            for d from 0 <= d < max(call.D, 1) by TILE:  # D may be 0: zeros
                 depth = min(TILE, call.D - d)
-                call.ops.product(desk.q + r * call.D + d, call.D, panels + c * call.D + d * PANEL,
-                                 PANEL, desk.scores + r * lds + c, lds,
-                                 desk.ones if d else NULL, min(step, at.m - r), cols, depth, NULL, 0)
+                call.ops.product(desk.q + r * call.D + d, call.D, k + c * call.D + d * PANEL, PANEL,
+                                 desk.scores + r * lds + c, lds, desk.ones if d else NULL, m, cols,
+                                 depth, NULL, 0)
 
 
-cdef void clean_tile(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile,
-                     Py_ssize_t n) noexcept nogil:
-    """Copy a tile of V with non-finite entries read as 0, and mark the rows that may see one."""
-    cdef Py_ssize_t j, d, r, stride = row_stride(&call.v)
+cdef const float *clean_tile(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile,
+                             Py_ssize_t n, const float *v, Py_ssize_t *ld) noexcept nogil:
+    """The tile of V with non-finite entries read as 0; marks the rows that may see one."""
+    cdef Py_ssize_t j, d, r
     cdef const float *source
     cdef float *target
     cdef bint spoilt
     for j in range(n):
-        source = <const float *> (at.v + (tile + j) * stride)
-        target = desk.clean + j * call.Dv
+        source = v + j * ld[0]
+        target = desk.v_rows + j * call.Dv
         spoilt = False
         for d in range(call.Dv):
-            target[d] = source[d] if isfinite(source[d]) else 0.0
             spoilt = spoilt or not isfinite(source[d])
+            target[d] = source[d] if isfinite(source[d]) else 0.0
         if spoilt:
             for r in range(at.m):
                 desk.part.spoilt[r] |= allowed(desk.rows + r, tile + j)
+    ld[0] = call.Dv
+    return desk.v_rows
 
 
 cdef bint walk(const Call *call, const Place *at, Desk *desk, bint clean, int worker,
@@ -266,173 +258,111 @@ cdef bint walk(const Call *call, const Place *at, Desk *desk, bint clean, int wo
 
     clean: with the non-finite entries of V read as 0, in the same order and by the same kernels.
     """
-    cdef Py_ssize_t lds = TILE + LANES, start = at.split * SPLIT, end = furthest(desk.rows, at.m)
-    cdef Py_ssize_t tile, n, step, r, cols, least = call.S, ldv
+    cdef Py_ssize_t lds = TILE + LANES, lo, hi, tile, n, step, r, m, start, end, ldv
+    cdef Py_ssize_t common_lo = 0, common_hi = at.item.S
     cdef const float *v
-    cdef const float *next
+    cdef const float *next_k
+    cdef const float *next_v
+    cdef qkv_row *row
     for r in range(at.m):
-        desk.rows[r].max = -INFINITY
-        desk.rows[r].sum = 0.0
-        least = min(least, desk.rows[r].hi)
+        row = &desk.rows[r]
+        row.max = -INFINITY
+        row.sum = 0.0
+        common_lo = max(common_lo, row.lo)
+        common_hi = min(common_hi, row.hi)
     memset(desk.part.sums, 0, at.m * call.Dv * sizeof(float))
     memset(desk.part.spoilt, 0, at.m)
-    if call.splits > 1:
-        end = min(end, start + SPLIT)
-    for tile from start <= tile < end by TILE:
+    extent(desk.rows, at.m, &lo, &hi)
+    if at.item.splits > 1:
+        lo = max(lo, at.split * SPLIT)
+        hi = min(hi, (at.split + 1) * SPLIT)
+    for tile from lo // TILE * TILE <= tile < hi by TILE:
         if stopped(run, worker):
             return False
-        n = min(TILE, end - tile)
-        step = at.m if least >= tile + n or call.direct else call.ops.rows
-        score_tile(call, at, desk, tile, n, step)
-        next = NULL
-        if call.direct and tile + TILE < end:
-            next = <const float *> (at.k + (tile + TILE) * row_stride(&call.k))
+        n = min(TILE, hi - tile)
+        # all rows at once where they all see the whole tile, or a few in any case
+        step = at.m
+        if not at.item.direct and not (common_lo <= tile and tile + n <= common_hi):
+            step = call.ops.rows
+        next_k = next_v = NULL
+        if at.item.direct and call.kind == QKV_FLOAT32:  # what memory is to fetch meanwhile
+            next_v = <const float *> (at.v + tile * call.v_row)
+            if tile + TILE < hi:
+                next_k = <const float *> (at.k + (tile + TILE) * call.k_row)
+        score_tile(call, at, desk, tile, n, step, next_v,
+                   call.v_row // <Py_ssize_t> sizeof(float))
+        v = rows_of(call, at.v, call.v_row, tile, n, call.Dv, desk.v_rows, &ldv)
         if clean:
-            clean_tile(call, at, desk, tile, n)
-            v = desk.clean
-            ldv = call.Dv
-        else:
-            v = <const float *> (at.v + tile * row_stride(&call.v))
-            ldv = row_stride(&call.v) // <Py_ssize_t> sizeof(float)
+            v = clean_tile(call, at, desk, tile, n, v, &ldv)
         for r from 0 <= r < at.m by step:
-            cols = min(n, furthest(desk.rows + r, min(step, at.m - r)) - tile)
-            if cols <= 0:
+            m = min(step, at.m - r)
+            columns(desk.rows + r, m, tile, n, &start, &end)
+            if end == 0:
                 continue
-            call.ops.softmax_tile(desk.scores + r * lds, lds, min(step, at.m - r), cols, tile,
+            call.ops.softmax_tile(desk.scores + r * lds + start, lds, m, end - start, tile + start,
                                   desk.rows + r, desk.factor + r)
-            call.ops.product(desk.scores + r * lds, lds, v, ldv, desk.part.sums + r * call.Dv,
-                             call.Dv, desk.factor + r, min(step, at.m - r), call.Dv, cols, next,
-                             row_stride(&call.k) // <Py_ssize_t> sizeof(float))
+            call.ops.product(desk.scores + r * lds + start, lds, v + start * ldv, ldv,
+                             desk.part.sums + r * call.Dv, call.Dv, desk.factor + r, m, call.Dv,
+                             end - start, next_k, call.k_row // <Py_ssize_t> sizeof(float))
     return True
-
-
-# ---- the end of a row -----------------------------------------------------------------------------
-
-cdef void plain_row(const Call *call, const Place *at, Desk *desk, Py_ssize_t r, float *out,
-                    float *lse) noexcept nogil:
-    """The plain formula over the allowed keys of one row, in key order; zeros where there are none.
-
-    Weights are divided by the denominator before they meet V, as the formula has it, so that what
-    is finite there is finite here.
-    """
-    cdef qkv_row *row = &desk.rows[r]
-    cdef float *line = desk.line
-    cdef Py_ssize_t tile, j, d, n, count = 0, stride = row_stride(&call.k)
-    cdef float top = -INFINITY, sum = 0.0, weight
-    cdef const float *v
-    for tile from row.lo // TILE * TILE <= tile < row.hi by TILE:
-        n = min(TILE, row.hi - tile)
-        call.ops.dots(desk.q + r * call.D, call.D, <const float *> (at.k + tile * stride),
-                      stride // <Py_ssize_t> sizeof(float), line + tile, TILE, 1, n, call.D,
-                      NULL, 0)
-    for j in range(row.lo, row.hi):
-        if not allowed(row, j):
-            line[j] = -INFINITY
-            continue
-        count += 1
-        if row.bias != NULL:
-            line[j] += row.bias[j * row.mask_step]
-        if line[j] > top or isnan(line[j]):
-            top = line[j]  # once NaN, nothing is larger
-    if count == 0:
-        memset(out, 0, call.Dv * sizeof(float))
-        if row.scores != NULL:
-            memset(row.scores, 0, call.S * sizeof(float))
-        lse[0] = -INFINITY
-        return
-    call.ops.weights(line + row.lo, top, 1.0, line + row.lo, row.hi - row.lo)
-    for j in range(row.lo, row.hi):
-        if allowed(row, j):
-            sum += line[j]
-    lse[0] = top + logf(sum)
-    if row.scores != NULL:
-        for j in range(call.S):
-            row.scores[j] = line[j] / sum if allowed(row, j) else 0.0
-    for d in range(call.Dv):
-        out[d] = NAN if isnan(sum) else 0.0
-    for j in range(row.lo, row.hi if not isnan(sum) else row.lo):
-        if allowed(row, j):
-            weight = line[j] / sum
-            v = <const float *> (at.v + j * row_stride(&call.v))
-            for d in range(call.Dv):
-                out[d] += weight * v[d]
-
-
-cdef bint finish_rows(const Call *call, const Place *at, Desk *desk, bint last) noexcept nogil:
-    """out = sums / sum, with weights and lse; returns whether every row came out right.
-
-    A row whose sums are not finite, or that summed up nothing, is left to the plain formula where
-    this is the last try.
-    """
-    cdef char *out = <char *> item_of(call, &call.out, at.item)
-    cdef Part *part = &desk.part
-    cdef Py_ssize_t r, i, h
-    cdef float *target
-    cdef float lse, inverse
-    cdef qkv_row *row
-    cdef bint fine, all_fine = True
-    for r in range(at.m):
-        i = (at.first_row + r) // call.group
-        h = at.kv_head * call.group + (at.first_row + r) % call.group
-        target = <float *> (out + h * head_stride(&call.out) + i * row_stride(&call.out))
-        row = &desk.rows[r]
-        inverse = 1.0 / part.sum[r]
-        fine = part.sum[r] > 0.0 and not part.spoilt[r]
-        fine = fine and call.ops.scaled(part.sums + r * call.Dv, inverse, target, call.Dv)
-        if fine:
-            lse = part.max[r] + logf(part.sum[r])
-            if row.scores != NULL:
-                call.ops.weights(row.scores + row.lo, part.max[r], inverse, row.scores + row.lo,
-                                 row.hi - row.lo)
-                memset(row.scores, 0, row.lo * sizeof(float))
-                memset(row.scores + row.hi, 0, (call.S - row.hi) * sizeof(float))
-        elif last:
-            plain_row(call, at, desk, r, target, &lse)
-        else:
-            all_fine = False
-            continue
-        if call.lse != NULL:
-            call.lse[(at.item * call.heads + h) * call.L + i] = lse
-    return all_fine
 
 
 # ---- tasks ----------------------------------------------------------------------------------------
 
 cdef void find_place(const Call *call, Py_ssize_t index, Place *at) noexcept nogil:
-    cdef Py_ssize_t unit = index // call.splits
-    cdef Py_ssize_t head = unit // call.blocks, block = unit % call.blocks
-    if call.causal:
-        block = call.blocks - 1 - block  # the longest first
-    at.split = index % call.splits
-    at.item = head // call.kv_heads
-    at.kv_head = head % call.kv_heads
-    at.first_row = block * call.block
-    at.m = min(call.block, call.L * call.group - at.first_row)
-    at.k = item_of(call, &call.k, at.item) + at.kv_head * head_stride(&call.k)
-    at.v = item_of(call, &call.v, at.item) + at.kv_head * head_stride(&call.v)
+    """The item that holds the task, by bisection, then head, block and split within it."""
+    cdef Py_ssize_t low = 0, high = call.count, middle, unit, block
+    cdef const Item *item
+    while high - low > 1:
+        middle = (low + high) // 2
+        if call.items[middle].first_task <= index:
+            low = middle
+        else:
+            high = middle
+    item = &call.items[low]
+    index -= item.first_task
+    unit = index // item.splits
+    block = unit % item.blocks
+    if call.right < item.S:
+        block = item.blocks - 1 - block  # in causal order the longest first
+    at.item = item
+    at.split = index % item.splits
+    at.part = item.first_part + index
+    at.kv_head = unit // item.blocks
+    at.head = low * call.kv_heads + at.kv_head
+    at.first_row = block * item.block
+    at.m = min(item.block, item.L * call.group - at.first_row)
+    at.k = item.k + at.kv_head * call.k_head
+    at.v = item.v + at.kv_head * call.v_head
+
+
+cdef inline void keep_sums(Desk *desk, Py_ssize_t m) noexcept nogil:
+    cdef Py_ssize_t r
+    for r in range(m):
+        desk.part.max[r] = desk.rows[r].max
+        desk.part.sum[r] = desk.rows[r].sum
 
 
 cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil:
     cdef const Call *call = <const Call *> job
     cdef Place at
     cdef Desk desk
-    cdef Part waiting
-    cdef Py_ssize_t r, head
+    cdef Part part
+    cdef Py_ssize_t r
     cdef bint fine = True
-    # first of all: while it waits, this worker may finish the rows of another task on its desk
-    if call.splits > 1 and wait_turn(call.order, index, worker, run):
-        return
     find_place(call, index, &at)
+    # first of all: while it waits, this worker may finish the rows of another task on its desk
+    if at.item.splits > 1 and wait_turn(call.order, at.part, worker, run):
+        return
     lay_desk(call, call.desks + worker * call.desk_size, &desk)
-    head = at.item * call.kv_heads + at.kv_head
-    if call.blocks > 1 and desk.head[0] != head:
-        memset(desk.packed, 0, (call.S + TILE - 1) // TILE)
-        desk.head[0] = head
+    if at.item.blocks > 1 and desk.head[0] != at.head:
+        memset(desk.packed, 0, call.keys // TILE)
+        desk.head[0] = at.head
     start_rows(call, &at, &desk)
     if not walk(call, &at, &desk, False, worker, run):
         return
 
-    if call.splits == 1:
+    if at.item.splits == 1:
         keep_sums(&desk, at.m)
         if not finish_rows(call, &at, &desk, False):
             if not walk(call, &at, &desk, True, worker, run):
@@ -447,16 +377,9 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
     if not fine and not walk(call, &at, &desk, True, worker, run):
         return
     keep_sums(&desk, at.m)
-    lay_part(call, call.parts + (1 + index % call.slots) * call.part_size, &waiting)
-    copy_part(call, &desk.part, &waiting, at.m)
-    take_turn(call.order, index, worker)
-
-
-cdef inline void keep_sums(Desk *desk, Py_ssize_t m) noexcept nogil:
-    cdef Py_ssize_t r
-    for r in range(m):
-        desk.part.max[r] = desk.rows[r].max
-        desk.part.sum[r] = desk.rows[r].sum
+    lay_part(call, call.waiting + (1 + at.part % call.slots) * call.part_size, &part)
+    copy_part(call, &desk.part, &part, at.m)
+    take_turn(call.order, at.part, worker)
 
 
 cdef void copy_part(const Call *call, const Part *source, Part *target, Py_ssize_t m) noexcept nogil:
@@ -492,59 +415,91 @@ cdef void retire_part(void *job, Py_ssize_t index, int worker) noexcept nogil:
     cdef Place at
     cdef Part total, part
     cdef Desk desk
-    find_place(call, index, &at)
-    lay_part(call, call.parts, &total)
-    lay_part(call, call.parts + (1 + index % call.slots) * call.part_size, &part)
+    cdef Py_ssize_t low = 0, high = call.count, middle
+    while high - low > 1:  # items without parts share their first_part with the next: the last wins
+        middle = (low + high) // 2
+        if call.items[middle].first_part <= index:
+            low = middle
+        else:
+            high = middle
+    find_place(call, call.items[low].first_task + index - call.items[low].first_part, &at)
+    lay_part(call, call.waiting, &total)
+    lay_part(call, call.waiting + (1 + index % call.slots) * call.part_size, &part)
     if at.split == 0:
         copy_part(call, &part, &total, at.m)
     else:
         merge_part(call, &part, &total, at.m)
-    if at.split == call.splits - 1:
+    if at.split == at.item.splits - 1:
         lay_desk(call, call.desks + worker * call.desk_size, &desk)
         start_rows(call, &at, &desk)
         desk.part = total
         finish_rows(call, &at, &desk, True)
 
 
-# ---- the call -------------------------------------------------------------------------------------
+# ---- the plan -------------------------------------------------------------------------------------
 
-cdef void plan(Call *call) noexcept nogil:
-    """Blocks and splits, from the shape of a head alone: never from the batch or the threads."""
-    cdef Py_ssize_t rows = call.L * call.group
-    cdef Py_ssize_t most = CAUSAL_ROWS if call.causal else ROWS
-    call.direct = rows <= FEW_ROWS
-    call.blocks = (rows + most - 1) // most
-    call.block = (rows + call.blocks - 1) // call.blocks
-    if not call.direct:  # whole register tiles
-        call.block = (call.block + call.ops.rows - 1) // call.ops.rows * call.ops.rows
-        call.blocks = (rows + call.block - 1) // call.block
-    call.splits = 1
-    if call.blocks == 1 and call.S > SPLIT:
-        call.splits = (call.S + SPLIT - 1) // SPLIT
+cdef void plan_item(const Call *call, Item *item) noexcept nogil:
+    """Blocks and splits of an item, from its own lengths alone."""
+    cdef Py_ssize_t rows = item.L * call.group
+    cdef bint ordered = call.right < item.S or call.left < item.S
+    cdef Py_ssize_t most = ORDERED_ROWS if ordered else ROWS
+    item.direct = rows <= FEW_ROWS
+    item.blocks = (rows + most - 1) // most
+    item.block = 0
+    if rows > 0:
+        item.block = (rows + item.blocks - 1) // item.blocks
+        if not item.direct:  # whole register tiles
+            item.block = (item.block + call.ops.rows - 1) // call.ops.rows * call.ops.rows
+        item.blocks = (rows + item.block - 1) // item.block
+    item.splits = 1
+    if item.blocks == 1 and item.S > SPLIT:
+        item.splits = (item.S + SPLIT - 1) // SPLIT
 
 
-cdef int run(Call *call, Py_ssize_t items, int threads) except -1:
-    cdef Py_ssize_t tasks, grain = 1, heads = items * call.kv_heads, worker, r
-    cdef double work = <double> items * call.heads * call.L * call.S * (call.D + call.Dv)
+cdef Py_ssize_t plan(Call *call) noexcept nogil:
+    """Plan every item and lay the tasks end to end; returns their number."""
+    cdef Py_ssize_t n, tasks = 0, own
+    cdef Item *item
+    for n in range(call.count):
+        item = &call.items[n]
+        plan_item(call, item)
+        own = item.blocks * item.splits * call.kv_heads
+        item.first_task = tasks
+        item.first_part = call.parts
+        tasks += own
+        if item.splits > 1:
+            call.parts += own
+        call.block = max(call.block, item.block)
+        call.longest = max(call.longest, item.S)
+        if item.blocks > 1:
+            call.keys = max(call.keys, (item.S + TILE - 1) // TILE * TILE)
+        elif not item.direct:
+            call.keys = max(call.keys, TILE)
+    return tasks
+
+
+cdef int run(Call *call, int threads) except -1:
+    cdef Py_ssize_t tasks = plan(call), grain = 1, n, worker, r
+    cdef double work = 0.0
     cdef Desk desk
     cdef Part part
-    if <double> call.S * (call.D + 1) > MOST_FLOATS:  # a broadcast axis can be that long
-        raise MemoryError(f"no memory to work on S = {call.S} keys of D = {call.D}")
-    plan(call)
-    tasks = heads * call.blocks * call.splits
-    if work < SMALL_WORK:
+    if <double> call.longest * (call.D + 1) > MOST_FLOATS:  # a broadcast axis can be that long
+        raise MemoryError(f"no memory to work on {call.longest} keys of D = {call.D}")
+    for n in range(call.count):
+        work += <double> call.items[n].L * min(call.items[n].S, call.left + call.right + 1)
+    if work * call.heads * (call.D + call.Dv) < SMALL_WORK:
         threads = 1
-    threads = <int> min(threads, tasks)
-    if call.splits == 1 and heads >= 4 * threads:
-        grain = call.blocks  # a head stays with its thread: it is packed once
+    threads = <int> min(threads, max(tasks, 1))
+    if call.parts == 0 and call.count * call.kv_heads >= 4 * threads:
+        grain = call.items[0].blocks  # where items are alike a head stays with its thread
     call.slots = SLOTS * threads
     call.desk_size = lay_desk(call, NULL, &desk)
-    call.part_size = lay_part(call, NULL, &part) if call.splits > 1 else 0
+    call.part_size = lay_part(call, NULL, &part) if call.parts else 0
     call.desks = <char *> scratch(<double> call.desk_size * threads
                                   + <double> call.part_size * (1 + call.slots))
-    call.parts = call.desks + call.desk_size * threads
+    call.waiting = call.desks + call.desk_size * threads
     try:
-        if call.splits > 1:
+        if call.parts:
             call.order = new_order(call.slots, retire_part, call)
         for worker in range(threads):
             lay_desk(call, call.desks + worker * call.desk_size, &desk)
@@ -552,7 +507,10 @@ cdef int run(Call *call, Py_ssize_t items, int threads) except -1:
             for r in range(call.block):
                 desk.ones[r] = 1.0
         with nogil:
-            parallel_for(run_task, call, tasks, grain, threads)
+            for n in range(call.count):
+                if call.items[n].L < call.items[n].room:
+                    fill_absent(call, &call.items[n])
+            parallel_for(run_task, call, tasks, max(grain, 1), threads)
     finally:
         if call.order != NULL:
             free_order(call.order)
@@ -560,53 +518,143 @@ cdef int run(Call *call, Py_ssize_t items, int threads) except -1:
     return 0
 
 
+# ---- the call -------------------------------------------------------------------------------------
+
+cdef struct Views:
+    Py_buffer q, k, v, mask, out, weights, lse, slopes, sinks, spans
+
+
+cdef inline char *part_of(const Py_buffer *x, const Py_buffer *out, Py_ssize_t item) noexcept nogil:
+    """The start of a batch item; leading axes of length 1 broadcast.  NULL where there is no x."""
+    cdef char *at = <char *> x.buf
+    cdef Py_ssize_t axis, n
+    if x.buf == NULL:
+        return NULL
+    for axis in range(out.ndim - 4, -1, -1):
+        n = out.shape[axis]
+        if x.shape[axis] != 1:
+            at += item % n * x.strides[axis]
+        item //= n
+    return at
+
+
+cdef inline Py_ssize_t stride_of(const Py_buffer *x, int axis) noexcept nogil:
+    """The stride of an axis counted from the end, in bytes; 0 where it broadcasts."""
+    if x.buf == NULL or x.shape[x.ndim - axis] == 1:
+        return 0
+    return x.strides[x.ndim - axis]
+
+
+cdef void describe(Call *call, const Views *x) noexcept nogil:
+    """The strides of the arrays, and the items, from the spans where there are any."""
+    cdef Py_ssize_t n, owner, rows = x.out.shape[x.out.ndim - 2]
+    cdef const int64_t *span = NULL
+    cdef Item *item
+    call.q_head, call.q_row = stride_of(&x.q, 3), stride_of(&x.q, 2)
+    call.k_head, call.k_row = stride_of(&x.k, 3), stride_of(&x.k, 2)
+    call.v_head, call.v_row = stride_of(&x.v, 3), stride_of(&x.v, 2)
+    call.out_head, call.out_row = stride_of(&x.out, 3), stride_of(&x.out, 2)
+    call.mask_head, call.mask_row = stride_of(&x.mask, 3), stride_of(&x.mask, 2)
+    call.mask_step = 1 if stride_of(&x.mask, 1) else 0
+    call.weights_head, call.weights_row = stride_of(&x.weights, 3), stride_of(&x.weights, 2)
+    call.lse_head, call.lse_row = stride_of(&x.lse, 2), stride_of(&x.lse, 1)
+    for n in range(call.count):
+        item = &call.items[n]
+        owner = n
+        item.L = item.room = rows
+        item.S = call.S
+        if x.spans.buf != NULL:
+            span = <const int64_t *> x.spans.buf + 7 * n  # the columns of _rules.py
+            owner, item.L, item.room, item.S = span[0], span[2], span[3], span[5]
+            item.shift = span[6]
+        item.q = part_of(&x.q, &x.out, owner)
+        item.k = part_of(&x.k, &x.out, owner)
+        item.v = part_of(&x.v, &x.out, owner)
+        item.mask = part_of(&x.mask, &x.out, owner)
+        item.out = part_of(&x.out, &x.out, owner)
+        item.weights = part_of(&x.weights, &x.out, owner)
+        item.lse = part_of(&x.lse, &x.out, owner)
+        if x.slopes.buf != NULL:
+            item.slopes = <const float *> x.slopes.buf + (n if x.slopes.shape[0] > 1 else 0) * call.heads
+        if span != NULL:  # a sequence of a packed batch starts at rows of its own
+            item.q += span[1] * call.q_row
+            item.out += span[1] * call.out_row
+            item.lse = item.lse + span[1] * call.lse_row if item.lse != NULL else NULL
+            item.k += span[4] * call.k_row
+            item.v += span[4] * call.v_row
+
+
+cdef inline int acquire(array, Py_buffer *view, int flags) except -1:
+    if array is not None:
+        PyObject_GetBuffer(array, view, flags)
+    return 0
+
+
 def attention(problem, int isa):
     """Write problem.out, and weights and lse where the problem has them."""
     cdef Call call
-    cdef Py_buffer weights, lse
-    cdef Py_ssize_t items = 1, axis
-    cdef int nd
-    q, k, v, mask, scale, causal, offset, out, problem_weights, problem_lse, threads = problem
+    cdef Views x
+    cdef Py_ssize_t axis, n, shift
+    cdef int threads
+    cdef Item one
+    q, k, v, mask, scale, shift, rules, out, weights, lse, threads = <tuple> problem
+    left, right, softcap, slopes, sinks, spans = <tuple> rules
     memset(&call, 0, sizeof(Call))
-    memset(&weights, 0, sizeof(Py_buffer))
-    memset(&lse, 0, sizeof(Py_buffer))
+    memset(&x, 0, sizeof(Views))
+    memset(&one, 0, sizeof(Item))
+    if q.itemsize == 2:
+        call.kind = QKV_FLOAT16 if q.dtype.kind == "f" else QKV_BFLOAT16
+        if call.kind == QKV_BFLOAT16:  # a dtype that the buffer protocol has no name for
+            q, k, v, out = (array.view("u2") for array in (q, k, v, out))
     try:
-        PyObject_GetBuffer(q, &call.q, PyBUF_STRIDES)
-        PyObject_GetBuffer(k, &call.k, PyBUF_STRIDES)
-        PyObject_GetBuffer(v, &call.v, PyBUF_STRIDES)
-        PyObject_GetBuffer(out, &call.out, PyBUF_STRIDES | PyBUF_WRITABLE)
-        if mask is not None:
-            PyObject_GetBuffer(mask, &call.mask, PyBUF_STRIDES)
-            call.has_mask = True
-            call.bool_mask = call.mask.itemsize == 1
-        if problem_weights is not None:
-            PyObject_GetBuffer(problem_weights, &weights, PyBUF_STRIDES | PyBUF_WRITABLE)
-            call.weights = <float *> weights.buf
-        if problem_lse is not None:
-            PyObject_GetBuffer(problem_lse, &lse, PyBUF_STRIDES | PyBUF_WRITABLE)
-            call.lse = <float *> lse.buf
-        nd = call.q.ndim
+        acquire(q, &x.q, PyBUF_STRIDES)
+        acquire(k, &x.k, PyBUF_STRIDES)
+        acquire(v, &x.v, PyBUF_STRIDES)
+        acquire(mask, &x.mask, PyBUF_STRIDES)
+        acquire(out, &x.out, PyBUF_STRIDES | PyBUF_WRITABLE)
+        acquire(weights, &x.weights, PyBUF_STRIDES | PyBUF_WRITABLE)
+        acquire(lse, &x.lse, PyBUF_STRIDES | PyBUF_WRITABLE)
+        acquire(slopes, &x.slopes, PyBUF_STRIDES)
+        acquire(sinks, &x.sinks, PyBUF_STRIDES)
+        acquire(spans, &x.spans, PyBUF_STRIDES)
         call.ops = table(isa)
-        call.scale = scale
-        call.causal = causal
-        call.offset = offset
-        call.heads = call.q.shape[nd - 3]
-        call.L = call.q.shape[nd - 2]
-        call.D = call.q.shape[nd - 1]
-        call.kv_heads = call.k.shape[nd - 3]
-        call.S = call.k.shape[nd - 2]
-        call.Dv = call.v.shape[nd - 1]
-        for axis in range(nd - 3):
-            items *= call.out.shape[axis]
-        if items == 0 or call.heads == 0 or call.L == 0:
+        call.scale, call.softcap = scale, softcap
+        call.left, call.right = left, right
+        call.bool_mask = mask is not None and x.mask.itemsize == 1
+        call.sinks = <const float *> x.sinks.buf
+        call.heads = x.q.shape[x.q.ndim - 3]
+        call.D = x.q.shape[x.q.ndim - 1]
+        call.kv_heads = x.k.shape[x.k.ndim - 3]
+        call.S = x.k.shape[x.k.ndim - 2]
+        call.Dv = x.v.shape[x.v.ndim - 1]
+        call.count = 1
+        for axis in range(x.out.ndim - 3):
+            call.count *= x.out.shape[axis]
+        if spans is not None:
+            call.count = x.spans.shape[0]
+        if call.count == 0 or call.heads == 0 or x.out.shape[x.out.ndim - 2] == 0:
             return
         call.group = call.heads // call.kv_heads
-        run(&call, items, threads)
+        call.items = &one
+        if call.count > 1:
+            call.items = <Item *> scratch(<double> call.count * sizeof(Item))
+            memset(call.items, 0, call.count * sizeof(Item))
+        try:
+            for n in range(call.count):
+                call.items[n].shift = shift
+            describe(&call, &x)
+            run(&call, threads)
+        finally:
+            if call.items != &one:
+                release(call.items)
     finally:
-        PyBuffer_Release(&call.q)
-        PyBuffer_Release(&call.k)
-        PyBuffer_Release(&call.v)
-        PyBuffer_Release(&call.out)
-        PyBuffer_Release(&call.mask)
-        PyBuffer_Release(&weights)
-        PyBuffer_Release(&lse)
+        PyBuffer_Release(&x.q)
+        PyBuffer_Release(&x.k)
+        PyBuffer_Release(&x.v)
+        PyBuffer_Release(&x.mask)
+        PyBuffer_Release(&x.out)
+        PyBuffer_Release(&x.weights)
+        PyBuffer_Release(&x.lse)
+        PyBuffer_Release(&x.slopes)
+        PyBuffer_Release(&x.sinks)
+        PyBuffer_Release(&x.spans)

@@ -97,13 +97,24 @@ def compiler():
     return qkv_compiler.decode()
 
 
-def exp(x, out, int isa):
-    """The kernels' exp, for tests: out = exp(x) for contiguous float32 vectors of one length."""
+cdef int elementwise(x, out, int isa, bint tanh) except -1:
     cdef Py_buffer source, target
     PyObject_GetBuffer(x, &source, PyBUF_STRIDES)
     try:
         PyObject_GetBuffer(out, &target, PyBUF_STRIDES | PyBUF_WRITABLE)
-        table(isa).exp(<const float *> source.buf, <float *> target.buf, source.shape[0])
+        function = table(isa).tanh if tanh else table(isa).exp
+        function(<const float *> source.buf, <float *> target.buf, source.shape[0])
         PyBuffer_Release(&target)
     finally:
         PyBuffer_Release(&source)
+    return 0
+
+
+def exp(x, out, int isa):
+    """The kernels' exp, for tests: out = exp(x) for contiguous float32 vectors of one length."""
+    elementwise(x, out, isa, False)
+
+
+def tanh(x, out, int isa):
+    """The kernels' tanh, likewise."""
+    elementwise(x, out, isa, True)

@@ -1,4 +1,4 @@
-/* AVX2 with FMA: 8 lanes, 16 registers. */
+/* AVX2 with FMA and F16C: 8 lanes, 16 registers. */
 #include "kernels.h"
 
 #if QKV_X86_64
@@ -7,10 +7,10 @@
 #include <string.h>
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #elif defined(__GNUC__)
 #pragma GCC push_options
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 #endif
 
 typedef __m256 vec;
@@ -37,6 +37,11 @@ static inline void v_store_n(float *p, vec x, ptrdiff_t n) {
 static inline vec v_add(vec a, vec b) { return _mm256_add_ps(a, b); }
 static inline vec v_sub(vec a, vec b) { return _mm256_sub_ps(a, b); }
 static inline vec v_mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
+static inline vec v_div(vec a, vec b) { return _mm256_div_ps(a, b); }
+static inline vec v_abs(vec a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+static inline vec v_pick(vec a, vec b, vec x, vec y) {
+    return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+}
 static inline vec v_max(vec a, vec b) { return _mm256_max_ps(a, b); }
 static inline vec v_fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
 static inline vec v_fnma(vec a, vec b, vec c) { return _mm256_fnmadd_ps(a, b, c); }
@@ -92,6 +97,28 @@ static inline vec v_sums(const vec *r) {
     vec low = _mm256_hadd_ps(_mm256_hadd_ps(r[0], r[1]), _mm256_hadd_ps(r[2], r[3]));
     vec high = _mm256_hadd_ps(_mm256_hadd_ps(r[4], r[5]), _mm256_hadd_ps(r[6], r[7]));
     return v_add(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
+}
+static inline __m256i wide(const uint16_t *p) {
+    return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+}
+static inline vec v_from_half(const uint16_t *p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+}
+static inline void v_to_half(uint16_t *p, vec x) {
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+static inline vec v_from_bfloat(const uint16_t *p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide(p), 16));
+}
+static inline void v_to_bfloat(uint16_t *p, vec x) { /* half a unit, or less one bit where even */
+    __m256i bits = _mm256_castps_si256(x), high = _mm256_srli_epi32(bits, 16), rounded, quiet;
+    rounded = _mm256_and_si256(high, _mm256_set1_epi32(1));
+    rounded = _mm256_add_epi32(_mm256_add_epi32(bits, rounded), _mm256_set1_epi32(0x7fff));
+    quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
+    rounded = _mm256_blendv_epi8(_mm256_srli_epi32(rounded, 16), quiet,
+                                 _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+    rounded = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0x08);
+    _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(rounded));
 }
 
 #include "template.h"

@@ -34,6 +34,11 @@ static inline void v_store_n(float *p, vec x, ptrdiff_t n) {
 static inline vec v_add(vec a, vec b) { return _mm512_add_ps(a, b); }
 static inline vec v_sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
 static inline vec v_mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
+static inline vec v_div(vec a, vec b) { return _mm512_div_ps(a, b); }
+static inline vec v_abs(vec a) { return _mm512_abs_ps(a); }
+static inline vec v_pick(vec a, vec b, vec x, vec y) {
+    return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), x);
+}
 static inline vec v_max(vec a, vec b) { return _mm512_max_ps(a, b); }
 static inline vec v_fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
 static inline vec v_fnma(vec a, vec b, vec c) { return _mm512_fnmadd_ps(a, b, c); }
@@ -91,6 +96,23 @@ static inline vec v_sums(const vec *r) {
     vec low = v_add(EVEN_BLOCKS(u[0], u[1]), ODD_BLOCKS(u[0], u[1]));
     vec high = v_add(EVEN_BLOCKS(u[2], u[3]), ODD_BLOCKS(u[2], u[3]));
     return v_add(EVEN_BLOCKS(low, high), ODD_BLOCKS(low, high));
+}
+static inline __m256i sixteen(const uint16_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
+static inline vec v_from_half(const uint16_t *p) { return _mm512_cvtph_ps(sixteen(p)); }
+static inline void v_to_half(uint16_t *p, vec x) {
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+static inline vec v_from_bfloat(const uint16_t *p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(sixteen(p)), 16));
+}
+static inline void v_to_bfloat(uint16_t *p, vec x) { /* half a unit, or less one bit where even */
+    __m512i bits = _mm512_castps_si512(x), high = _mm512_srli_epi32(bits, 16), rounded;
+    rounded = _mm512_and_si512(high, _mm512_set1_epi32(1));
+    rounded = _mm512_add_epi32(_mm512_add_epi32(bits, rounded), _mm512_set1_epi32(0x7fff));
+    rounded = _mm512_mask_or_epi32(_mm512_srli_epi32(rounded, 16),
+                                   _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), high,
+                                   _mm512_set1_epi32(0x40)); /* NaN, made quiet */
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(rounded));
 }
 
 #include "template.h"

@@ -45,17 +45,17 @@ static uint64_t xgetbv(void) {
    asked: CPUID for the instructions, XGETBV for the registers. */
 int qkv_runnable(const char *name) {
     enum { XMM_YMM = 0x6, OPMASK_ZMM = 0xe0 };
-    uint32_t r[4], most, fma, avx2, avx512;
+    uint32_t r[4], most, fma_f16c, avx2, avx512;
     uint64_t saved;
     if (!strcmp(name, "scalar")) return 1;
     cpuid(0, r);
     most = r[0];
     cpuid(1, r);
     if (most < 7 || !(r[2] & (1u << 27))) return 0; /* no leaf 7, or XGETBV not enabled */
-    fma = r[2] & (1u << 12);
+    fma_f16c = (r[2] & (1u << 12)) && (r[2] & (1u << 29));
     saved = xgetbv();
     cpuid(7, r);
-    avx2 = fma && (r[1] & (1u << 5)) && (saved & XMM_YMM) == XMM_YMM;
+    avx2 = fma_f16c && (r[1] & (1u << 5)) && (saved & XMM_YMM) == XMM_YMM;
     avx512 = (1u << 16) | (1u << 17) | (1u << 30) | (1u << 31) | (1u << 8); /* F DQ BW VL, BMI2 */
     if (!strcmp(name, "avx2")) return avx2 != 0;
     if (!strcmp(name, "avx512"))

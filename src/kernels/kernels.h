@@ -23,9 +23,15 @@
 
 enum { PANEL = 64, TILE = 256, LANES = 16 /* the widest vector; every width divides it */ };
 
+/* How numbers are stored; everything is computed in float32. */
+enum { QKV_FLOAT32, QKV_FLOAT16, QKV_BFLOAT16 };
+
 /* One query row on its way through the key tiles: the rules it obeys and its running softmax. */
 typedef struct {
     ptrdiff_t lo, hi;       /* keys lo <= j < hi are allowed by causal order */
+    float softcap;          /* the score becomes softcap tanh(score / softcap); 0 is off */
+    float slope;            /* slope |position - j| is taken off the score */
+    ptrdiff_t position;     /* of the query on the axis of the keys */
     const uint8_t *keep;    /* bool mask of the row, true keeps the key; or NULL */
     const float *bias;      /* float mask of the row, added to the score; or NULL */
     ptrdiff_t mask_step;    /* 1, or 0 where the mask is broadcast along the keys */
@@ -64,6 +70,10 @@ typedef struct {
     void (*softmax_tile)(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, ptrdiff_t first,
                          qkv_row *rows, float *factor);
 
+    /* What a row's options make of the scores s[n] of the keys first .. first + n - 1: the first step
+       of softmax_tile alone.  s is read and written up to the next multiple of LANES. */
+    void (*adjust)(float *s, ptrdiff_t n, ptrdiff_t first, const qkv_row *row);
+
     /* y[n] = factor x[n]; returns whether all of y is finite.  A negative zero becomes zero. */
     int (*scaled)(const float *x, float factor, float *y, ptrdiff_t n);
 
@@ -73,8 +83,13 @@ typedef struct {
     /* y[n] = softmax(x[n]): the plain formula, NaN where it is NaN. */
     void (*softmax)(const float *x, float *y, ptrdiff_t n);
 
-    /* y[n] = exp(x[n]), for tests of the polynomial. */
+    /* y[n] = x[n] from and to QKV_FLOAT16 or QKV_BFLOAT16, to the nearest, ties to even. */
+    void (*widen)(int kind, const uint16_t *x, float *y, ptrdiff_t n);
+    void (*narrow)(int kind, const float *x, uint16_t *y, ptrdiff_t n);
+
+    /* y[n] = exp(x[n]) and tanh(x[n]), for tests of the polynomials. */
     void (*exp)(const float *x, float *y, ptrdiff_t n);
+    void (*tanh)(const float *x, float *y, ptrdiff_t n);
 } qkv_kernels;
 
 /* The tables of this build, slowest first.  A name is runnable where CPU and OS support it. */

@@ -30,6 +30,9 @@ static inline void v_store_n(float *p, vec x, ptrdiff_t n) {
 static inline vec v_add(vec a, vec b) { return vaddq_f32(a, b); }
 static inline vec v_sub(vec a, vec b) { return vsubq_f32(a, b); }
 static inline vec v_mul(vec a, vec b) { return vmulq_f32(a, b); }
+static inline vec v_div(vec a, vec b) { return vdivq_f32(a, b); }
+static inline vec v_abs(vec a) { return vabsq_f32(a); }
+static inline vec v_pick(vec a, vec b, vec x, vec y) { return vbslq_f32(vcltq_f32(a, b), x, y); }
 static inline vec v_max(vec a, vec b) { return vmaxq_f32(a, b); }
 static inline vec v_fma(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
 static inline vec v_fnma(vec a, vec b, vec c) { return vfmsq_f32(c, a, b); }
@@ -61,6 +64,22 @@ static inline void v_transpose(vec *r) {
 }
 static inline vec v_sums(const vec *r) {
     return vpaddq_f32(vpaddq_f32(r[0], r[1]), vpaddq_f32(r[2], r[3]));
+}
+static inline vec v_from_half(const uint16_t *p) {
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+}
+static inline void v_to_half(uint16_t *p, vec x) {
+    vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x)));
+}
+static inline vec v_from_bfloat(const uint16_t *p) {
+    return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16));
+}
+static inline void v_to_bfloat(uint16_t *p, vec x) { /* half a unit, or less one bit where even */
+    uint32x4_t bits = vreinterpretq_u32_f32(x), high = vshrq_n_u32(bits, 16), rounded;
+    rounded = vaddq_u32(vaddq_u32(bits, vandq_u32(high, vdupq_n_u32(1))), vdupq_n_u32(0x7fff));
+    rounded = vbslq_u32(vceqq_f32(x, x), vshrq_n_u32(rounded, 16),
+                        vorrq_u32(high, vdupq_n_u32(0x40))); /* NaN, made quiet */
+    vst1_u16(p, vmovn_u32(rounded));
 }
 
 #include "template.h"

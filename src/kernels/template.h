@@ -5,8 +5,9 @@
      v_zero v_set1              constants
      v_load v_store             VL floats, any alignment
      v_load_n v_store_n         the first n floats, 0 <= n <= VL; other lanes are zero, untouched
-     v_add v_sub v_mul          lane by lane
+     v_add v_sub v_mul v_div v_abs   lane by lane
      v_max(a, b)                b where either is a NaN, or a NaN
+     v_pick(a, b, x, y)         x where a < b, else y
      v_fma(a, b, c)             a b + c, and v_fnma: c - a b
      v_round v_ldexp(p, n)      nearest integer; p 2^n with one rounding
      v_keep(s, bytes)           s where the byte is not 0, else -inf
@@ -14,6 +15,7 @@
      v_sum v_largest            over the lanes
      v_transpose(vec *)         VL vectors in place
      v_sums(vec *)              lane i is the sum over the lanes of vector i
+     v_from_half v_from_bfloat  VL floats of 16-bit numbers; v_to_half v_to_bfloat the other way
 
    and then includes this file, which defines the table QKV_TABLE.  Arrays are documented in
    kernels.h.  Nothing here branches on a value except where a comment says why. */
@@ -239,12 +241,23 @@ static ALWAYS_INLINE float exp_and_sum(const float *x, float *y, float max, ptrd
     return v_sum(v_add(a, b));
 }
 
-/* The float mask, then the bool mask; masks are not read past column n. */
-static void mask_row(float *s, ptrdiff_t n, ptrdiff_t first, const qkv_row *row) {
+/* What a score goes through beside the plain formula: softcap, ALiBi, float mask, bool mask.  Masks
+   are not read past column n. */
+static void adjust_row(float *s, ptrdiff_t n, ptrdiff_t first, const qkv_row *row) {
     const ptrdiff_t step = row->mask_step;
+    float lanes[VL];
+    for (int u = 0; u < VL; u++) lanes[u] = (float)u;
     for (ptrdiff_t j = 0; j < n; j += VL) {
         ptrdiff_t filled = MIN(VL, n - j);
         vec x = v_load(s + j);
+        if (row->softcap != 0.0f) {
+            vec cap = v_set1(row->softcap);
+            x = v_mul(cap, v_tanh(v_div(x, cap)));
+        }
+        if (row->slope != 0.0f) {
+            vec distance = v_sub(v_set1((float)(row->position - first - j)), v_load(lanes));
+            x = v_fnma(v_set1(row->slope), v_abs(distance), x);
+        }
         if (row->bias) {
             const float *bias = row->bias + (first + j) * step;
             x = v_bias(x, step ? v_load_n(bias, filled) : v_set1(*bias));
@@ -275,8 +288,9 @@ static void softmax_tile(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, ptrd
         qkv_row *row = rows + i;
         ptrdiff_t lo = MIN(MAX(row->lo - first, 0), n), hi = MIN(MAX(row->hi - first, lo), n);
 
-        /* 1. scores: masks, then -inf wherever no key is allowed */
-        if (row->bias || row->keep) mask_row(s, n, first, row);
+        /* 1. scores: what the options add, then -inf wherever no key is allowed */
+        if (row->softcap != 0.0f || row->slope != 0.0f || row->bias || row->keep)
+            adjust_row(s, n, first, row);
         for (ptrdiff_t j = 0; j < lo; j++) s[j] = -INFINITY;
         for (ptrdiff_t j = hi; j < whole; j++) s[j] = -INFINITY;
         if (row->scores) memcpy(row->scores + first, s, (size_t)n * sizeof *s);
@@ -333,6 +347,38 @@ static void weights(const float *x, float max, float factor, float *y, ptrdiff_t
     if (j < n) v_store_n(y + j, v_mul(f, v_exp(v_sub(v_load_n(x + j, n - j), top))), n - j);
 }
 
+static void widen(int kind, const uint16_t *x, float *y, ptrdiff_t n) {
+    for (ptrdiff_t j = 0; j < n; j += VL) {
+        uint16_t edge[VL] = {0};
+        float lanes[VL];
+        if (VL == 1 || n - j >= VL) {
+            v_store(y + j, kind == QKV_FLOAT16 ? v_from_half(x + j) : v_from_bfloat(x + j));
+            continue;
+        }
+        memcpy(edge, x + j, (size_t)(n - j) * sizeof *x);
+        v_store(lanes, kind == QKV_FLOAT16 ? v_from_half(edge) : v_from_bfloat(edge));
+        memcpy(y + j, lanes, (size_t)(n - j) * sizeof *y);
+    }
+}
+
+static void narrow(int kind, const float *x, uint16_t *y, ptrdiff_t n) {
+    for (ptrdiff_t j = 0; j < n; j += VL) {
+        uint16_t edge[VL];
+        vec value = v_load_n(x + j, MIN(VL, n - j));
+        if (kind == QKV_FLOAT16)
+            v_to_half(edge, value);
+        else
+            v_to_bfloat(edge, value);
+        memcpy(y + j, edge, (size_t)MIN(VL, n - j) * sizeof *y);
+    }
+}
+
+static void tanh_of(const float *x, float *y, ptrdiff_t n) {
+    ptrdiff_t j = 0;
+    for (; j + VL <= n; j += VL) v_store(y + j, v_tanh(v_load(x + j)));
+    if (j < n) v_store_n(y + j, v_tanh(v_load_n(x + j, n - j)), n - j);
+}
+
 static void exp_of(const float *x, float *y, ptrdiff_t n) {
     ptrdiff_t j = 0;
     for (; j + VL <= n; j += VL) v_store(y + j, v_exp(v_load(x + j)));
@@ -340,5 +386,6 @@ static void exp_of(const float *x, float *y, ptrdiff_t n) {
 }
 
 const qkv_kernels QKV_TABLE = {
-    QKV_NAME, ROWS, product, dots, pack, softmax_tile, scaled, weights, softmax, exp_of,
+    QKV_NAME, ROWS,    product, dots,  pack,   softmax_tile, adjust_row, scaled,
+    weights,  softmax, widen,   narrow, exp_of, tanh_of,
 };

@@ -1,0 +1,212 @@
+"""The rules that say which keys a query may see, and what else goes into the softmax, checked.
+
+Query i stands at position i + offset on the axis of the keys, key j at j + key_offset.  Everything
+that depends on the two is brought to one number per batch item, shift = offset - key_offset: query
+i sees the keys of the array with
+
+    i + shift - left  <=  j  <=  i + shift + right
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qkv_ext import _arrays
+from qkv_ext._arrays import Array
+
+OPEN = 1 << 60  #: a window side, or an offset, beyond which nothing lies
+
+
+class Rules(NamedTuple):
+    """What a score obeys beyond scale and mask; the same for every call that gives no option."""
+
+    left: int = OPEN
+    right: int = OPEN
+    softcap: float = 0.0  # 0 is off
+    slopes: Array | None = None  # float32 or float64, (items, H) or (1, H), items as in spans
+    sinks: Array | None = None  # (H,)
+    spans: Array | None = (
+        None  # int64 (items, 6): ITEM, Q_START, Q_LENGTH, K_START, K_LENGTH, SHIFT
+    )
+
+
+PLAIN = Rules()
+CAUSAL = Rules(right=0)
+#: Columns of Rules.spans: whose arrays, the rows of q that are there and those that are the item's
+#: own, the rows of k and v that are there, and the shift.
+ITEM, Q_START, Q_LENGTH, Q_ROOM, K_START, K_LENGTH, SHIFT = range(7)
+
+
+def integers(value: Any, name: str, count: int | None, least: int, most: int) -> Array:
+    """An integer (count None) or integers (count,) of any dtype, as int64 within their bounds."""
+    array = np.asarray(value)
+    if array.dtype.kind not in "iu" or isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} has dtype {array.dtype}; expected integers")
+    shape = () if count is None else (count,)
+    if array.shape != shape:
+        wanted = "an integer" if count is None else f"shape ({count},)"
+        raise ValueError(f"{name} has shape {array.shape}; expected {wanted}")
+    low, high = (int(array.min()), int(array.max())) if array.size else (least, least)
+    if low < least or high > most:
+        beyond = low if low < least else high
+        raise ValueError(f"{name} holds {beyond}; expected {least} to {most}")
+    return array.astype(np.int64)
+
+
+def _window(window: Any) -> tuple[int, int]:
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(
+            f"window is {window!r}; expected a pair (left, right) of integers or None for open"
+        )
+    sides = []
+    for side in window:
+        if side is None:
+            sides.append(OPEN)
+            continue
+        if isinstance(side, (bool, np.bool_)) or not isinstance(side, (int, np.integer)):
+            raise TypeError(f"window is {window!r}; expected integers or None for open")
+        if side < 0:
+            raise ValueError(f"window is {window!r}; expected no negative side: None is open")
+        sides.append(min(int(side), OPEN))
+    return sides[0], sides[1]
+
+
+def _softcap(softcap: Any) -> float:
+    if isinstance(softcap, (bool, np.bool_)) or not isinstance(
+        softcap, (int, float, np.integer, np.floating)
+    ):
+        raise TypeError(f"softcap is {softcap!r}; expected a positive number or None")
+    if not 0 < softcap <= float(np.finfo(np.float32).max) or not np.float32(softcap) > 0:
+        raise ValueError(f"softcap is {softcap!r}; expected a positive finite number or None")
+    return float(softcap)
+
+
+def per_head(value: Any, name: str, shapes: tuple[tuple[int, ...], ...], dtype: Any) -> Array:
+    """Floats of one of the shapes, in the compute dtype."""
+    array = np.asarray(value)
+    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+        raise TypeError(f"{name} has dtype {array.dtype}; expected floating point")
+    if array.shape not in shapes:
+        wanted = " or ".join(map(str, shapes))
+        raise ValueError(f"{name} has shape {array.shape}; expected {wanted}")
+    return np.ascontiguousarray(array, dtype)
+
+
+def rules(
+    causal: Any,
+    window: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    sinks: Any,
+    batch: int,
+    inner: int,
+    h: int,
+    dtype: Any,
+) -> Rules:
+    """Check every option but those of lengths and offsets.  items are batch times inner."""
+    result = CAUSAL if _arrays.switch(causal, "causal") else PLAIN
+    if window is not None:
+        left, right = _window(window)
+        result = result._replace(left=left, right=min(right, result.right))
+    if softcap is not None:
+        result = result._replace(softcap=_softcap(softcap))
+    if alibi_slopes is not None:
+        slopes = per_head(alibi_slopes, "alibi_slopes", ((h,), (batch, h)), dtype)
+        result = result._replace(slopes=np.repeat(np.atleast_2d(slopes), inner, axis=0)
+                                 if slopes.ndim == 2 else slopes[None])  # fmt: skip
+    if sinks is not None:
+        result = result._replace(sinks=per_head(sinks, "sinks", ((h,),), dtype))
+    return result
+
+
+def spans(
+    align: str,
+    q_lengths: Any,
+    kv_lengths: Any,
+    query_offset: Any,
+    key_offset: Any,
+    batch: int | None,
+    inner: int,
+    length: int,
+    s: int,
+) -> tuple[int, Array | None]:
+    """The shift of every item where they have one and no lengths, else the spans of the items.
+
+    batch is the length of the first axis, None at rank 2, where lengths and offsets are integers;
+    inner is how many items each of its entries has.
+    """
+    key = int(integers(key_offset, "key_offset", None, -OPEN, OPEN))
+    one_offset = query_offset is None or np.ndim(query_offset) == 0
+    if q_lengths is None and kv_lengths is None and one_offset:
+        if query_offset is None:
+            return (s - length if align == "bottom-right" else 0) - key, None
+        return int(integers(query_offset, "query_offset", None, -OPEN, OPEN)) - key, None
+    count = 1 if batch is None else batch
+    table = np.zeros((count, 7), np.int64)
+    table[:, Q_LENGTH] = table[:, Q_ROOM] = length
+    table[:, K_LENGTH] = s
+    if q_lengths is not None:
+        table[:, Q_LENGTH] = integers(q_lengths, "q_lengths", batch, 0, length)
+    if kv_lengths is not None:
+        table[:, K_LENGTH] = integers(kv_lengths, "kv_lengths", batch, 0, s)
+    if query_offset is not None:
+        number = None if np.ndim(query_offset) == 0 else batch
+        offset = integers(query_offset, "query_offset", number, -OPEN, OPEN)
+        table[:, SHIFT] = offset - key
+    elif align == "bottom-right":
+        table[:, SHIFT] = table[:, K_LENGTH] - table[:, Q_LENGTH] - key
+    else:
+        table[:, SHIFT] = -key
+    table = np.repeat(table, inner, axis=0)
+    table[:, ITEM] = np.arange(len(table))
+    return 0, table
+
+
+def cumulative(value: Any, name: str, total: int) -> Array:
+    """Cumulative lengths (N + 1,) of a packed batch: from 0, never falling, up to the total."""
+    array = np.asarray(value)
+    if array.ndim != 1 or array.size == 0:
+        raise ValueError(f"{name} has shape {array.shape}; expected (N + 1,)")
+    array = integers(array, name, array.size, 0, total)
+    if array[0] != 0 or array[-1] != total or (np.diff(array) < 0).any():
+        raise ValueError(
+            f"{name} runs from {array[0]} to {array[-1]}"
+            + (", and falls" if (np.diff(array) < 0).any() else "")
+            + f"; expected it to start at 0, never to fall, and to end at {total}"
+        )
+    return array
+
+
+def packed_spans(align: str, cu_q: Array, cu_k: Array, kv_lengths: Any) -> Array:
+    """The spans of the sequences of a packed batch; kv_lengths are at most each sequence's own."""
+    count = len(cu_q) - 1
+    table = np.zeros((count, 7), np.int64)
+    table[:, Q_START], table[:, Q_LENGTH] = cu_q[:-1], np.diff(cu_q)
+    table[:, Q_ROOM] = table[:, Q_LENGTH]
+    table[:, K_START], table[:, K_LENGTH] = cu_k[:-1], np.diff(cu_k)
+    if kv_lengths is not None:
+        most = int(table[:, K_LENGTH].max(initial=0))
+        lengths = integers(kv_lengths, "kv_lengths", count, 0, most)
+        if (lengths > table[:, K_LENGTH]).any():
+            worst = int(np.argmax(lengths - table[:, K_LENGTH]))
+            raise ValueError(
+                f"kv_lengths holds {lengths[worst]} for sequence {worst}; expected at most its "
+                f"span, {table[worst, K_LENGTH]}"
+            )
+        table[:, K_LENGTH] = lengths
+    if align == "bottom-right":
+        table[:, SHIFT] = table[:, K_LENGTH] - table[:, Q_LENGTH]
+    return table
+
+
+def default_slopes(num_heads: Any) -> Array:
+    """The slopes for any number of heads; see ``qkv_ext.alibi_slopes``."""
+    h = int(integers(num_heads, "num_heads", None, 1, 1 << 20))
+    power = 1 << (h.bit_length() - 1)  # the largest power of two up to h
+    slopes = 2.0 ** (-8.0 / power * np.arange(1, power + 1))
+    if power < h:  # every other slope of twice as many heads
+        rest = 2.0 ** (-4.0 / power * np.arange(1, 2 * (h - power), 2))
+        slopes = np.concatenate([slopes, rest])
+    return slopes.astype(np.float32)

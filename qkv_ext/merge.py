@@ -1,0 +1,151 @@
+"""Attention over keys that were split: the parts' outputs and log-sum-exps make the whole.
+
+lse = log Σ exp lse_n        output = Σ exp(lse_n - lse) output_n
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from qkv_ext import _arrays, _backends
+from qkv_ext._threads import threads_of
+
+Array = NDArray[Any]
+
+__all__ = ["merge_attention"]
+
+
+def merge_attention(
+    outputs: Iterable[ArrayLike],
+    lses: Iterable[ArrayLike],
+    *,
+    layout: Literal["bhld", "blhd"] = "bhld",
+    threads: int | None = None,
+    backend: str | None = None,
+) -> tuple[Array, Array]:
+    """Merge what the same queries found in separate parts of the keys.
+
+    ``lse = log Σ exp lse_n`` and ``output = Σ exp(lse_n - lse) output_n`` are the attention over
+    all the keys, because lse_n is the logarithm of part n's share of the denominator.
+
+    Parameters
+    ----------
+    outputs : sequence of arrays (..., H, L, Dv), or one array (N, ..., H, L, Dv)
+        The output of each part; float32, float64, float16 or bfloat16.  Also (L, Dv), (B, L, Dv)
+        and the packed form (Tq, H, Dv) of ``varlen_attention``.
+    lses : sequence of arrays (..., H, L), or one array (N, ..., H, L)
+        The log-sum-exp of each part as ``return_lse=True`` gives it: the natural logarithm, float32
+        (float64 with float64 outputs).  Packed, (Tq, H).
+    layout : {"bhld", "blhd"}
+        "blhd" takes outputs as (..., L, H, Dv), at rank 4 or more; lse stays (..., H, L).
+    threads, backend : optional
+        As in ``matmul``; every backend computes this in NumPy.
+
+    Returns
+    -------
+    output : array (..., H, L, Dv)
+        In the dtype and layout of the parts.
+    lse : array (..., H, L)
+        So that it can be merged again.
+
+    Raises
+    ------
+    TypeError
+        A dtype that is no float, several of them, lses in another dtype than that of computation.
+    ValueError
+        No part, as many outputs as lses are not there, shapes that do not fit each other.
+
+    Notes
+    -----
+    - A part in which a query found no key is (0, -inf).  It changes nothing, whatever its output
+      holds, and the merge of nothing but such parts is (0, -inf) again.
+    - Where keys are split, each part is given its ``key_offset``, the queries one and the same
+      ``query_offset``, and sinks go to exactly one part.
+    - An lse to the base 2, as some libraries return it, is to be multiplied by log 2 before.
+    - Parts are added up from the first to the last.  float16 and bfloat16 are merged in float32 and
+      rounded once.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv_ext
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 10, 8), "f4")
+    >>> whole = qkv_ext.scaled_dot_product_attention(q, k, v, causal=True)
+    >>> outputs, lses = zip(*(
+    ...     qkv_ext.scaled_dot_product_attention(
+    ...         q, k[part], v[part], causal=True, query_offset=0, key_offset=part.start,
+    ...         return_lse=True)
+    ...     for part in (slice(0, 4), slice(4, 10))))
+    >>> output, lse = qkv_ext.merge_attention(outputs, lses)
+    >>> bool(np.allclose(output, whole, atol=1e-6))
+    True
+
+    References
+    ----------
+    M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax" (2018); T. Dao et al.,
+    "Flash-Decoding for long-context inference" (2023).
+    """
+    parts, logs = _checked(outputs, lses, layout, threads, backend)
+    with np.errstate(all="ignore"):  # exp of -inf is 0 and log of 0 is -inf, as meant
+        top = logs[0]
+        for each in logs[1:]:
+            top = np.maximum(top, each)
+        top = np.where(top == -np.inf, 0, top)  # -inf - (-inf) is no number
+        total = np.zeros_like(top)
+        output = np.zeros(parts[0].shape, top.dtype)
+        for part, each in zip(parts, logs, strict=True):
+            weight = np.exp(each - top)
+            total += weight
+            # what an empty part holds is selected, not added, so that NaN cannot leak
+            empty = _along(each == -np.inf, layout)
+            output += np.where(empty, 0, _along(weight, layout) * part)
+        output /= _along(np.where(total == 0, 1, total), layout)
+        return output.astype(parts[0].dtype, copy=False), top + np.log(total)
+
+
+def _along(x: Array, layout: str) -> Array:
+    """(..., H, L) with the axes of an output: (..., H, L, 1), or (..., L, H, 1)."""
+    return x[..., None] if layout == "bhld" else x.swapaxes(-1, -2)[..., None]
+
+
+def _checked(
+    outputs: Any, lses: Any, layout: Any, threads: Any, backend: Any
+) -> tuple[list[Array], list[Array]]:
+    """Check a call of merge_attention."""
+    _arrays.choice(layout, "layout", ("bhld", "blhd"))
+    parts = [_arrays.operand(x, f"outputs[{n}]", 2) for n, x in enumerate(outputs)]
+    logs = [_arrays.operand(x, f"lses[{n}]", 1) for n, x in enumerate(lses)]
+    if not parts or len(parts) != len(logs):
+        raise ValueError(
+            f"outputs has {len(parts)} parts and lses {len(logs)}; expected as many, and one at "
+            "least"
+        )
+    first = parts[0]
+    _arrays.same_dtype(**{f"outputs[{n}]": x for n, x in enumerate(parts)})
+    _backends.choose(backend, first.dtype)
+    threads_of(threads)
+    if layout == "blhd" and first.ndim < 4:
+        raise ValueError(
+            f"layout is 'blhd', but outputs[0] has shape {first.shape}; expected rank 4 or more"
+        )
+    rows = first.shape[:-1]
+    if layout == "blhd":
+        rows = (*rows[:-2], rows[-1], rows[-2])
+    compute = _arrays.compute_dtype(first.dtype)
+    for n, (part, log) in enumerate(zip(parts, logs, strict=True)):
+        if part.shape != first.shape:
+            raise ValueError(
+                f"outputs[{n}] has shape {part.shape}; expected {first.shape} as outputs[0] has"
+            )
+        if log.shape != rows:
+            raise ValueError(f"lses[{n}] has shape {log.shape}; expected {rows}")
+        if log.dtype != compute:
+            raise TypeError(
+                f"lses[{n}] has dtype {log.dtype}; expected {compute}, in which {first.dtype} is "
+                "computed"
+            )
+    return parts, logs

@@ -1,0 +1,177 @@
+# The query rows of a task: where they come from, what they may see, and how they end.
+# Part of attention.pyx.
+
+cdef inline void find_row(const Call *call, const Place *at, Py_ssize_t r, Py_ssize_t *h,
+                          Py_ssize_t *i) noexcept nogil:
+    """Head and position in the item of row r of a task."""
+    i[0] = (at.first_row + r) // call.group
+    h[0] = at.kv_head * call.group + (at.first_row + r) % call.group
+
+
+cdef void start_rows(const Call *call, const Place *at, Desk *desk) noexcept nogil:
+    """Gather the scaled query rows of a task, and what each of them is allowed to see."""
+    cdef const Item *item = at.item
+    cdef const char *source
+    cdef const char *mask_row
+    cdef qkv_row *row
+    cdef float *target
+    cdef Py_ssize_t r, i, h, position
+    for r in range(at.m):
+        find_row(call, at, r, &h, &i)
+        source = item.q + h * call.q_head + i * call.q_row
+        target = desk.q + r * call.D
+        if call.kind != QKV_FLOAT32:
+            call.ops.widen(call.kind, <const uint16_t *> source, target, call.D)
+            source = <const char *> target
+        call.ops.scaled(<const float *> source, call.scale, target, call.D)
+
+        row = &desk.rows[r]
+        position = i + item.shift
+        row.lo = min(max(position - call.left, 0), item.S)
+        row.hi = min(max(position + call.right + 1, row.lo), item.S)
+        row.position = position
+        row.softcap = call.softcap
+        row.slope = item.slopes[h] if item.slopes != NULL else 0.0
+        row.keep = NULL
+        row.bias = NULL
+        row.mask_step = call.mask_step
+        if item.mask != NULL:
+            mask_row = item.mask + h * call.mask_head + i * call.mask_row
+            if call.bool_mask:
+                row.keep = <const uint8_t *> mask_row
+            else:
+                row.bias = <const float *> mask_row
+        row.scores = NULL
+        if item.weights != NULL:
+            row.scores = <float *> (item.weights + h * call.weights_head + i * call.weights_row)
+
+
+cdef inline bint allowed(const qkv_row *row, Py_ssize_t j) noexcept nogil:
+    """Whether the row may see key j: the rules that softmax_tile applies, for one key."""
+    return (row.lo <= j < row.hi
+            and (row.keep == NULL or row.keep[j * row.mask_step])
+            and (row.bias == NULL or row.bias[j * row.mask_step] != -INFINITY))
+
+
+cdef void extent(const qkv_row *rows, Py_ssize_t m, Py_ssize_t *lo, Py_ssize_t *hi) noexcept nogil:
+    """The keys lo <= j < hi that any of m rows may see; lo == hi where there are none."""
+    cdef Py_ssize_t r
+    lo[0] = hi[0] = 0
+    for r in range(m):
+        if rows[r].lo < rows[r].hi:
+            lo[0] = rows[r].lo if hi[0] == 0 else min(lo[0], rows[r].lo)
+            hi[0] = max(hi[0], rows[r].hi)
+
+
+cdef void plain_row(const Call *call, const Place *at, Desk *desk, Py_ssize_t r, float sink,
+                    float *out, float *lse) noexcept nogil:
+    """The plain formula over the allowed keys of one row, in key order; zeros where there are none.
+
+    Weights are divided by the denominator before they meet V, as the formula has it, so that what
+    is finite there is finite here.
+    """
+    cdef qkv_row *row = &desk.rows[r]
+    cdef float *line = desk.line
+    cdef Py_ssize_t tile, j, d, n, count = 0, ld
+    cdef float top = sink, sum, weight
+    cdef const float *v
+    cdef const float *k
+    for tile from row.lo // TILE * TILE <= tile < row.hi by TILE:
+        n = min(TILE, row.hi - tile)
+        k = rows_of(call, at.k, call.k_row, tile, n, call.D, desk.k_rows, &ld)
+        call.ops.dots(desk.q + r * call.D, call.D, k, ld, line + tile, TILE, 1, n, call.D, NULL, 0)
+        call.ops.adjust(line + tile, n, tile, row)
+    for j in range(row.lo, row.hi):
+        if not allowed(row, j):
+            line[j] = -INFINITY
+            continue
+        count += 1
+        if line[j] > top or isnan(line[j]):
+            top = line[j]  # once NaN, nothing is larger
+    if count == 0:
+        memset(out, 0, call.Dv * sizeof(float))
+        if row.scores != NULL:
+            memset(row.scores, 0, call.S * sizeof(float))
+        lse[0] = sink
+        return
+    sum = expf(sink - top) if call.sinks != NULL else 0.0
+    call.ops.weights(line + row.lo, top, 1.0, line + row.lo, row.hi - row.lo)
+    for j in range(row.lo, row.hi):
+        if allowed(row, j):
+            sum += line[j]
+    lse[0] = top + logf(sum)
+    if row.scores != NULL:
+        for j in range(call.S):
+            row.scores[j] = line[j] / sum if allowed(row, j) else 0.0
+    for d in range(call.Dv):
+        out[d] = NAN if isnan(sum) else 0.0
+    for j in range(row.lo, row.hi if not isnan(sum) else row.lo):
+        if allowed(row, j):
+            weight = line[j] / sum
+            v = rows_of(call, at.v, call.v_row, j, 1, call.Dv, desk.v_rows, &ld)
+            for d in range(call.Dv):
+                out[d] += weight * v[d]
+
+
+cdef bint finish_rows(const Call *call, const Place *at, Desk *desk, bint last) noexcept nogil:
+    """out = sums / sum, with sinks, weights and lse; returns whether every row came out right.
+
+    A row whose sums are not finite, or that summed up nothing, is left to the plain formula where
+    this is the last try.
+    """
+    cdef const Item *item = at.item
+    cdef Part *part = &desk.part
+    cdef Py_ssize_t r, i, h
+    cdef char *target
+    cdef float *row_out
+    cdef float lse, top, sum, factor, sink = -INFINITY
+    cdef qkv_row *row
+    cdef bint fine, all_fine = True
+    for r in range(at.m):
+        find_row(call, at, r, &h, &i)
+        target = item.out + h * call.out_head + i * call.out_row
+        row_out = <float *> target if call.kind == QKV_FLOAT32 else desk.value
+        row = &desk.rows[r]
+        top, sum, factor = part.max[r], part.sum[r], 1.0
+        fine = sum > 0.0 and not part.spoilt[r]
+        if call.sinks != NULL:
+            sink = call.sinks[h]
+            fine = fine and isfinite(top) and not (isnan(sink) or sink == INFINITY)
+            if fine and sink > top:
+                factor = expf(top - sink)
+                top = sink
+                sum = sum * factor + 1.0
+            elif fine:
+                sum += expf(sink - top)
+        factor = factor / sum
+        fine = fine and call.ops.scaled(part.sums + r * call.Dv, factor, row_out, call.Dv)
+        if fine:
+            lse = top + logf(sum)
+            if row.scores != NULL:
+                call.ops.weights(row.scores + row.lo, part.max[r], factor, row.scores + row.lo,
+                                 row.hi - row.lo)
+                memset(row.scores, 0, row.lo * sizeof(float))
+                memset(row.scores + row.hi, 0, (call.S - row.hi) * sizeof(float))
+        elif last:
+            plain_row(call, at, desk, r, sink, row_out, &lse)
+        else:
+            all_fine = False
+            continue
+        if call.kind != QKV_FLOAT32:
+            call.ops.narrow(call.kind, row_out, <uint16_t *> target, call.Dv)
+        if item.lse != NULL:
+            (<float *> (item.lse + h * call.lse_head + i * call.lse_row))[0] = lse
+    return all_fine
+
+
+cdef void fill_absent(const Call *call, const Item *item) noexcept nogil:
+    """Rows past the item's own length are no rows: output 0, weights 0, lse -inf."""
+    cdef Py_ssize_t h, i, size = call.Dv * (4 if call.kind == QKV_FLOAT32 else 2)
+    for h in range(call.heads):
+        for i in range(item.L, item.room):
+            memset(item.out + h * call.out_head + i * call.out_row, 0, size)
+            if item.weights != NULL:
+                memset(item.weights + h * call.weights_head + i * call.weights_row, 0,
+                       call.S * sizeof(float))
+            if item.lse != NULL:
+                (<float *> (item.lse + h * call.lse_head + i * call.lse_row))[0] = -INFINITY

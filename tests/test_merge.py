@@ -1,0 +1,297 @@
+"""merge_attention: what was computed over parts of the keys is the whole (B9)."""
+
+import warnings
+from itertools import pairwise
+
+import numpy as np
+import oracle
+import pytest
+from tolerance import assert_same_bits
+
+import qkv_ext
+from qkv_ext import merge_attention
+
+sdpa = qkv_ext.scaled_dot_product_attention
+INF = np.inf
+
+
+def in_parts(q, k, v, cuts, backend, *, query_offset, sinks=None, masks=None, axis=-2, **options):
+    """(outputs, lses) of attention to each part of the keys; the last part is given the sinks."""
+    outputs, lses = [], []
+    edges = [0, *cuts, k.shape[axis]]
+    for n, (start, stop) in enumerate(pairwise(edges)):
+        part = np.arange(start, stop)
+        if masks is not None:
+            options["mask"] = masks[..., start:stop]
+        output, lse = sdpa(
+            q, k.take(part, axis), v.take(part, axis), return_lse=True, backend=backend,
+            query_offset=query_offset, key_offset=start,
+            sinks=sinks if n == len(cuts) else None, **options,
+        )  # fmt: skip
+        outputs.append(output)
+        lses.append(lse)
+    return outputs, lses
+
+
+def assert_whole(merged, whole):
+    for actual, expected in zip(merged, whole, strict=True):
+        assert actual.dtype == expected.dtype
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-6, strict=True)
+
+
+RULES = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (5, 3)},
+    "causal window": {"causal": True, "window": (9, None)},
+    "alibi": {"alibi": True},
+    "sinks": {"sinks": True},
+    "mask": {"mask": True},
+    "softcap": {"softcap": 2.0},
+    "all": {"causal": True, "window": (20, 2), "alibi": True, "sinks": True, "mask": True,
+            "softcap": 3.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("layout", ["bhld", "blhd"])
+@pytest.mark.parametrize(("length", "s"), [(7, 40), (1, 300), (40, 7)])
+def test_random_splits(length, s, layout, rules, backend, rng):
+    """Keys split at random places, empty parts among them, merge back to the unsplit result."""
+    rules = dict(rules)
+    q = rng.standard_normal((2, 4, length, 8), np.float32)
+    k, v = rng.standard_normal((2, 2, 2, s, 8), np.float32)
+    if rules.pop("alibi", None):
+        rules["alibi_slopes"] = qkv_ext.alibi_slopes(4)
+    sinks = rng.standard_normal(4, np.float32) if rules.pop("sinks", None) else None
+    masks = None
+    if rules.pop("mask", None):
+        masks = rng.standard_normal((2, 1, length, s))
+        masks = np.where(masks < 0.8, masks, -INF).astype(np.float32)
+    if layout == "blhd":
+        q, k, v = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v))
+    options = rules | {"layout": layout}
+    whole = sdpa(q, k, v, mask=masks, sinks=sinks, return_lse=True, backend=backend, **options)
+    for count in (0, 1, 2, 5, 11):
+        cuts = sorted(rng.integers(0, s + 1, count).tolist())
+        parts = in_parts(q, k, v, cuts, backend, query_offset=s - length, sinks=sinks, masks=masks,
+                         axis=-2 if layout == "bhld" else -3, **options)  # fmt: skip
+        assert_whole(merge_attention(*parts, layout=layout, backend=backend), whole)
+
+
+@pytest.mark.parametrize("offset", [-3, 0, 4, 30, [2, 17]], ids=str)
+def test_splits_at_any_offset(offset, backend, rng):
+    """query_offset may be anything, and one for each item."""
+    q = rng.standard_normal((2, 2, 5, 8), np.float32)
+    k, v = rng.standard_normal((2, 2, 2, 20, 8), np.float32)
+    options = {"causal": True, "window": (6, 6), "alibi_slopes": qkv_ext.alibi_slopes(2)}
+    whole = sdpa(q, k, v, return_lse=True, query_offset=offset, backend=backend, **options)
+    parts = in_parts(q, k, v, [6, 6, 13], backend, query_offset=offset, **options)
+    assert_whole(merge_attention(*parts, backend=backend), whole)
+
+
+def test_merged_parts_merge_again(backend, rng):
+    """In any grouping, because a merge is a part."""
+    q = rng.standard_normal((2, 3, 5, 8), np.float32)
+    k, v = rng.standard_normal((2, 2, 3, 20, 8), np.float32)
+    outputs, lses = in_parts(q, k, v, [3, 9, 15], backend, query_offset=15, causal=True)
+    whole = sdpa(q, k, v, causal=True, return_lse=True, backend=backend)
+    left = merge_attention(outputs[:2], lses[:2], backend=backend)
+    right = merge_attention(outputs[2:], lses[2:], backend=backend)
+    pairs = zip(left, right, strict=True)
+    assert_whole(merge_attention(*pairs, backend=backend), whole)
+    stacked = merge_attention(np.stack(outputs), np.stack(lses), backend=backend)
+    listed = merge_attention(outputs, lses, backend=backend)
+    for x, y in zip(stacked, listed, strict=True):
+        assert_same_bits(x, y)
+    generated = merge_attention(iter(outputs), (lse for lse in lses), backend=backend)
+    assert_same_bits(generated[0], listed[0])
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (2, 5, 4), (2, 3, 5, 4), (2, 2, 3, 5, 4)], ids=str)
+def test_ranks(shape, backend, rng):
+    q, k, v = rng.standard_normal((3, *shape), np.float32)
+    whole = sdpa(q, k, v, return_lse=True, backend=backend)
+    parts = in_parts(q, k, v, [2, 3], backend, query_offset=0)
+    assert_whole(merge_attention(*parts, backend=backend), whole)
+
+
+def test_packed(backend, rng):
+    """(Tq, H, Dv) with (Tq, H): the keys of a packed batch in two packed parts."""
+    q, k, v = rng.standard_normal((3, 9, 2, 8), np.float32)
+    cu = [0, 4, 4, 9]
+    whole = qkv_ext.varlen_attention(q, k, v, cu, cu, return_lse=True, backend=backend)
+    first = np.array([0, 1, 4, 5, 6])  # the first keys of each sequence, then the others
+    second = np.array([2, 3, 7, 8])
+    parts = [
+        qkv_ext.varlen_attention(q, k[part], v[part], cu, lengths, return_lse=True, backend=backend)
+        for part, lengths in ((first, [0, 2, 2, 5]), (second, [0, 2, 2, 4]))
+    ]
+    assert_whole(merge_attention(*zip(*parts, strict=True), backend=backend), whole)
+
+
+# ---- empty parts (B9) ---------------------------------------------------------------------------
+
+
+def scalars(output, lse):
+    return np.float32([[output]]), np.float32([lse])
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_nothing_but_empty_parts(count, backend):
+    """B9 (flashinfer-ai/flashinfer#4051): (0, -inf), no NaN and no warning."""
+    parts = [scalars(0, -INF)] * count
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with np.errstate(all="raise"):
+            output, lse = merge_attention(*zip(*parts, strict=True), backend=backend)
+    assert_same_bits(output, np.float32([[0]]))
+    assert lse.tolist() == [-INF]
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("holds", [0, 7, np.nan, INF])
+def test_an_empty_part_changes_nothing(holds, place, backend, rng):
+    """B9: (5, 2) stays (5, 2), to the bit and whatever the empty part holds."""
+    output, lse = rng.standard_normal((2, 3, 4), np.float32), rng.standard_normal((2, 3), "f4")
+    output[0, 0], lse[0, 0] = 5, 2
+    parts = [(output, lse), (np.full_like(output, holds), np.full_like(lse, -INF))]
+    parts.insert(place, (np.full_like(output, holds), np.full_like(lse, -INF)))
+    merged = merge_attention(*zip(*parts, strict=True), backend=backend)
+    assert_same_bits(merged[0], output)
+    assert_same_bits(merged[1], lse)
+
+
+def test_b9_as_reported(backend, rng):
+    """B9: S = 10 split at 0, 4 and 10."""
+    q, k, v = rng.standard_normal((3, 1, 1, 10, 4), np.float32)
+    whole = sdpa(q, k, v, return_lse=True, backend=backend)
+    parts = in_parts(q, k, v, [0, 4, 10], backend, query_offset=0)
+    assert (parts[1][0] == -INF).all()
+    assert (parts[1][3] == -INF).all()
+    assert_whole(merge_attention(*parts, backend=backend), whole)
+
+
+def test_a_part_of_nothing_but_sinks(backend, rng):
+    """Sinks may come alone: the output 0 and the lse of a part without keys."""
+    q, k, v = rng.standard_normal((3, 2, 3, 5, 4), np.float32)
+    sinks = rng.standard_normal(3, np.float32)
+    whole = sdpa(q, k, v, sinks=sinks, return_lse=True, backend=backend)
+    parts = [
+        sdpa(q, k, v, return_lse=True, backend=backend),
+        sdpa(q, k[:, :, :0], v[:, :, :0], sinks=sinks, return_lse=True, backend=backend),
+    ]
+    assert_whole(merge_attention(*zip(*parts, strict=True), backend=backend), whole)
+
+
+def test_rows_past_the_length(backend, rng):
+    """Rows that are none are none in every part."""
+    q, k, v = rng.standard_normal((3, 2, 3, 6, 4), np.float32)
+    options = {"q_lengths": [4, 0], "return_lse": True, "backend": backend}
+    whole = sdpa(q, k, v, query_offset=0, **options)
+    parts = [sdpa(q, k[:, :, p], v[:, :, p], query_offset=0, **options)
+             for p in (np.s_[:2], np.s_[2:])]  # fmt: skip
+    merged = merge_attention(*zip(*parts, strict=True), backend=backend)
+    assert_whole(merged, whole)
+    assert not merged[0][1].any()
+    assert (merged[1][1] == -INF).all()
+
+
+# ---- numbers ------------------------------------------------------------------------------------
+
+
+def test_far_apart(backend):
+    """exp of what is far below the top is 0, never a reason for inf or NaN."""
+    for low, high in ((-3e38, 3e38), (-500, 500), (0, 200)):
+        output, lse = merge_attention(
+            *zip(scalars(1, low), scalars(3, high), strict=True), backend=backend
+        )
+        assert (output.item(), lse.item()) == (3, np.float32(high))
+
+
+@pytest.mark.parametrize("value", [np.nan, INF])
+def test_not_finite_numbers(value, backend):
+    """An lse of NaN or +inf is no empty part: as in the plain formula the row is NaN."""
+    good, bad = scalars(1, 0), scalars(2, value)
+    output, lse = merge_attention(*zip(good, bad, strict=True), backend=backend)
+    assert np.isnan(output).all()
+    assert np.isnan(lse).all()
+    output, lse = merge_attention(*zip(good, scalars(value, 0), strict=True), backend=backend)
+    np.testing.assert_array_equal(output, [[value]])
+    assert lse.tolist() == [np.float32(np.log(2))]
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_half_types(name, backend, rng):
+    """Merged in float32 and rounded once; the lse stays float32."""
+    dtype = np.dtype(
+        pytest.importorskip("ml_dtypes").bfloat16 if name == "bfloat16" else np.float16
+    )
+    outputs = rng.standard_normal((3, 2, 5, 8)).astype(dtype)
+    lses = rng.standard_normal((3, 2, 5), np.float32)
+    output, lse = merge_attention(outputs, lses, backend=backend)
+    assert output.dtype == dtype
+    wide, wide_lse = merge_attention(outputs.astype(np.float32), lses, backend=backend)
+    np.testing.assert_array_equal(output, wide.astype(dtype))
+    assert_same_bits(lse, wide_lse)
+
+
+def test_float64(rng):
+    q, k, v = rng.standard_normal((3, 2, 3, 12, 8))
+    output, _, lse = oracle.attention(q, k, v)
+    parts = in_parts(q, k, v, [5, 7], "numpy", query_offset=0)
+    merged = merge_attention(*parts, backend="numpy")
+    assert merged[0].dtype == merged[1].dtype == np.float64
+    np.testing.assert_allclose(merged[0], output, atol=1e-14)
+    np.testing.assert_allclose(merged[1], lse, atol=1e-14)
+
+
+def test_inputs_are_not_written(backend, rng):
+    outputs, lses = (
+        rng.standard_normal((3, 2, 5, 8), np.float32),
+        rng.standard_normal((3, 2, 5), "f4"),
+    )
+    outputs.flags.writeable = lses.flags.writeable = False
+    merged = merge_attention(outputs, lses, backend=backend)
+    strided = merge_attention(outputs[..., ::-1], lses.astype(">f4"), backend=backend)
+    assert_same_bits(np.ascontiguousarray(strided[0][..., ::-1]), merged[0])
+    output, lse = merge_attention(outputs[:1], lses[:1], backend=backend)
+    assert not np.shares_memory(output, outputs)
+    assert not np.shares_memory(lse, lses)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 5, 4), (2, 0, 5, 4), (2, 3, 0, 4), (2, 3, 5, 0)], ids=str)
+def test_sizes_of_zero(shape, backend):
+    outputs, lses = np.zeros((2, *shape), np.float32), np.zeros((2, *shape[:-1]), np.float32)
+    output, lse = merge_attention(outputs, lses, backend=backend)
+    assert output.shape == shape
+    np.testing.assert_allclose(lse, np.full(shape[:-1], np.log(2)), rtol=1e-6)
+
+
+O, LSE = np.zeros((2, 3, 5, 4), np.float32), np.zeros((2, 3, 5), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "lses", "options", "error", "message"),
+    [
+        ([], [], {}, ValueError, "outputs has 0 parts and lses 0; expected as many, and one at"),
+        ([O], [LSE, LSE], {}, ValueError, "outputs has 1 parts and lses 2"),
+        ([O, O[:1]], [LSE, LSE], {}, ValueError, r"outputs\[1\] has shape \(1, 3, 5, 4\)"),
+        ([O, O], [LSE, LSE[:1]], {}, ValueError,
+         r"lses\[1\] has shape \(1, 3, 5\); expected \(2, 3, 5\)"),
+        ([O], [LSE], {"layout": "blhd"}, ValueError, r"expected \(2, 5, 3\)"),
+        ([O[0]], [LSE[0]], {"layout": "blhd"}, ValueError, "expected rank 4 or more"),
+        ([O], [LSE], {"layout": "hbld"}, ValueError, "layout is 'hbld'"),
+        ([O, O.astype(np.float64)], [LSE, LSE], {}, TypeError, "have different dtypes"),
+        ([O], [LSE.astype(np.float64)], {}, TypeError,
+         r"lses\[0\] has dtype float64; expected float32, in which float32 is computed"),
+        ([O.astype(np.float16)], [LSE.astype(np.float16)], {}, TypeError, "expected float32"),
+        ([O.astype(int)], [LSE], {}, TypeError, r"outputs\[0\] has dtype int64"),
+        ([O[0, 0, 0]], [LSE[0, 0]], {}, ValueError, "expected at least 2 axes"),
+        ([O], [LSE], {"backend": "none"}, ValueError, "backend is 'none'"),
+        ([O], [LSE], {"threads": 0}, ValueError, "threads is 0"),
+    ],
+)  # fmt: skip
+def test_rejects(outputs, lses, options, error, message):
+    with pytest.raises(error, match=message):
+        merge_attention(outputs, lses, **options)

@@ -1,0 +1,269 @@
+"""Against torch: its samples for attention, its inputs for nn.MultiheadAttention, a grid of ours.
+
+What torch calls is_causal is causal with align="top-left".  It computes the truth in float64.
+"""
+
+import warnings
+from functools import partial
+
+import numpy as np
+import pytest
+
+import qkv_ext
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("expecttest")  # what torch.testing._internal needs
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.common_modules import module_db
+
+sdpa = partial(qkv_ext.scaled_dot_product_attention, align="top-left")
+expected_sdpa = torch.nn.functional.scaled_dot_product_attention
+
+
+def wide(x):
+    """An array as float64 for torch."""
+    return torch.from_numpy(np.asarray(x, np.float64))
+
+
+def assert_close(actual, expected, dtype="float32"):
+    """float64 and float32 within rounding; half types are rounded once more."""
+    eps = {"float64": 0, "float32": 0, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
+    near = 1e-13 if dtype == "float64" else 2e-6
+    expected = expected.numpy()
+    scale = np.abs(expected).max(initial=0)
+    assert actual.shape == expected.shape
+    assert actual.dtype.name == dtype
+    np.testing.assert_allclose(
+        actual.astype(np.float64), expected, rtol=near + eps, atol=near * scale
+    )
+
+
+def compute_dtypes(backend):
+    """float64 is the NumPy backend's alone."""
+    return ("float32", "float64") if backend == "numpy" else ("float32",)
+
+
+# ---- torch's own samples ------------------------------------------------------------------------
+
+
+def samples():
+    """The samples of scaled_dot_product_attention in torch's table of operators, no dropout."""
+    (op,) = (op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention")
+    torch.manual_seed(0)
+    for sample in op.sample_inputs("cpu", torch.float64, requires_grad=False):
+        if sample.kwargs["dropout_p"] == 0:
+            yield sample.input, *sample.args, {**sample.kwargs}
+
+
+def test_count_of_samples():
+    known = torch.__version__.startswith("2.13.")
+    assert len(list(samples())) == 13 if known else len(list(samples())) >= 13
+
+
+@pytest.mark.parametrize("sample", list(samples()), ids=lambda x: f"q{tuple(x[0].shape)}-k"
+                         f"{tuple(x[1].shape)}-causal={x[3]['is_causal']}"
+                         f"-mask={'attn_mask' in x[3]}".replace(" ", ""))  # fmt: skip
+def test_samples(sample, backend):
+    *inputs, options = sample
+    mask = options.get("attn_mask")
+    for dtype in compute_dtypes(backend):
+        q, k, v = (x.numpy().astype(dtype) for x in inputs)
+        q = q[(None,) * (k.ndim - q.ndim)]  # torch broadcasts ranks, where ours are equal
+        own = None if mask is None else mask.numpy().astype(dtype)
+        expected = expected_sdpa(
+            wide(q), wide(k), wide(v), is_causal=options["is_causal"],
+            attn_mask=None if mask is None else wide(own),
+        )  # fmt: skip
+        actual = sdpa(q, k, v, mask=own, causal=options["is_causal"], backend=backend)
+        assert_close(actual, expected, dtype)
+
+
+# ---- nn.MultiheadAttention ----------------------------------------------------------------------
+
+
+def module_inputs():
+    """(arguments of the constructor, forward's q, k, v, its masks) of torch's table of modules."""
+    (info,) = (info for info in module_db if info.name == "nn.MultiheadAttention")
+    torch.manual_seed(0)
+    make = partial(info.module_inputs_func, info, device="cpu", dtype=torch.float64)
+    for sample in make(requires_grad=False, training=False):
+        yield sample.constructor_input.kwargs, sample.forward_input
+
+
+def test_count_of_module_inputs():
+    known = torch.__version__.startswith("2.13.")
+    assert len(list(module_inputs())) == 64 if known else len(list(module_inputs())) >= 64
+
+
+def with_random_biases(module):
+    """The module, ready; biases start at zero, and weights are to be exact in float32 too."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for x in module.parameters():
+            x.copy_((torch.randn_like(x) / module.embed_dim**0.5).float())
+    return module.eval()
+
+
+def layer_of(module, dtype):
+    """Our layer with the weights of torch's, and what it joins to K and V: arrays (H, 1, D)."""
+    state = {name: x.numpy().astype(dtype) for name, x in module.state_dict().items()}
+    h = module.num_heads
+    extras = [
+        state.pop(name).reshape(h, 1, -1) if name in state else None
+        for name in ("bias_k", "bias_v")
+    ]
+    return qkv_ext.MultiHeadAttention.from_state_dict(state, "", h), extras
+
+
+def described(sample):
+    arguments, forward = sample
+    given = [name for name in ("bias", "add_bias_kv", "add_zero_attn", "batch_first")
+             if arguments[name]]  # fmt: skip
+    return (
+        "-".join(given + [name for name, x in forward.kwargs.items() if x is not None]) or "plain"
+    )
+
+
+@pytest.mark.parametrize("sample", list(module_inputs()), ids=described)
+def test_multihead_attention(sample, backend):
+    """Keys and values are inputs of their own there, and may be joined by a bias and by a zero."""
+    arguments, forward = sample
+    module = with_random_biases(torch.nn.MultiheadAttention(**arguments, dtype=torch.float64))
+    for dtype in compute_dtypes(backend):
+        x, *contexts = (x.numpy().astype(dtype) for x in forward.args)
+        with torch.no_grad():
+            expected = module(
+                *map(wide, (x, *contexts)), **forward.kwargs, average_attn_weights=False
+            )
+        layer, extras = layer_of(module, dtype)
+        kv = [layer.project_kv(context, backend=backend)[i] for i, context in enumerate(contexts)]
+        mask = np.ones((module.num_heads, len(x), len(contexts[0])), bool)
+        for ignored in forward.kwargs.values():  # True is ignored there
+            mask &= True if ignored is None else ~ignored.numpy()
+        if arguments["add_bias_kv"]:
+            kv = [np.concatenate(pair, axis=1) for pair in zip(kv, extras, strict=True)]
+        if arguments["add_zero_attn"]:
+            kv = [np.concatenate([part, np.zeros_like(part[:, :1])], axis=1) for part in kv]
+        more = kv[0].shape[1] - mask.shape[-1]  # which no mask of theirs ignores
+        mask = np.pad(mask, ((0, 0), (0, 0), (0, more)), constant_values=True)
+        actual = layer(
+            x, kv=qkv_ext.ProjectedKV(*kv), mask=mask, return_weights=True, backend=backend
+        )
+        for ours, theirs in zip(actual, expected, strict=True):
+            assert_close(ours, theirs, dtype)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("causal", [False, True], ids=["both-ways", "causal"])
+def test_layer(causal, padded, backend, rng):
+    """Self-attention of a batch of the usual size; theirs has no lengths, only masks."""
+    module = torch.nn.MultiheadAttention(48, 6, batch_first=True, dtype=torch.float64)
+    module = with_random_biases(module)
+    for dtype in compute_dtypes(backend):
+        x = rng.standard_normal((3, 20, 48)).astype(dtype)
+        lengths = np.array([20, 1, 13])
+        options = {"causal": causal, "kv_lengths": lengths if padded else None}
+        if causal:
+            options["align"] = "top-left"
+        masks = {
+            "key_padding_mask": torch.from_numpy(np.arange(20) >= lengths[:, None])
+            if padded else None,
+            "attn_mask": torch.from_numpy(~np.tri(20, dtype=bool)) if causal else None,
+        }  # fmt: skip
+        with torch.no_grad():
+            expected = module(*(wide(x),) * 3, **masks, average_attn_weights=False)
+        layer, _ = layer_of(module, dtype)
+        actual = layer(x, return_weights=True, backend=backend, **options)
+        for ours, theirs in zip(actual, expected, strict=True):
+            assert_close(ours, theirs, dtype)
+
+
+# ---- a grid of our own --------------------------------------------------------------------------
+
+SHAPES = {  # B, H, Hkv, L, S, D, Dv
+    "square": (2, 4, 4, 33, 33, 16, 16),
+    "gqa": (2, 6, 2, 17, 40, 32, 32),
+    "mqa-cross": (1, 8, 1, 7, 300, 64, 64),
+    "decode": (3, 8, 2, 1, 530, 64, 64),
+    "more-queries": (1, 2, 2, 50, 9, 8, 8),
+    "wide-v": (2, 3, 3, 20, 70, 24, 40),
+    "narrow-v": (2, 4, 2, 20, 70, 40, 5),
+    "long": (1, 2, 1, 270, 600, 32, 32),
+    "one": (1, 1, 1, 1, 1, 1, 1),
+}
+MASKS = {
+    "no-mask": None,
+    "bool": lambda rng, shape: rng.random(shape) < 0.7,
+    "empty-rows": lambda rng, shape: (
+        (rng.random(shape) < 0.8) & (rng.random((*shape[:3], 1)) < 0.6)
+    ),
+    "float": lambda rng, shape: rng.standard_normal(shape),
+    "inf": lambda rng, shape: np.where(
+        rng.random(shape) < 0.3, -np.inf, rng.standard_normal(shape)
+    ),
+    "padding": lambda rng, shape: (
+        np.arange(shape[3]) < rng.integers(1, 1 + shape[3], (shape[0], 1, 1, 1))
+    ),
+}
+
+
+def draw(name, mask, dtype, rng):
+    b, h, hkv, length, s, d, dv = SHAPES[name]
+    shapes = (b, h, length, d), (b, hkv, s, d), (b, hkv, s, dv)
+    if dtype == "bfloat16":
+        dtype = pytest.importorskip("ml_dtypes").bfloat16
+    q, k, v = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    if mask == "no-mask":
+        return q, k, v, None
+    return q, k, v, np.asarray(MASKS[mask](rng, (b, rng.choice([1, h]), length, s)))
+
+
+SCALES = [(mask, None) for mask in MASKS] + [
+    (mask, scale) for mask in ("no-mask", "inf") for scale in (0.3, -0.2, 0.0)
+]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("mask", "scale"), SCALES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_grid(name, mask, scale, causal, backend, rng):
+    for dtype in compute_dtypes(backend):
+        q, k, v, own = draw(name, mask, dtype, rng)
+        if own is not None and own.dtype != bool:
+            own = own.astype(dtype)
+        actual = sdpa(q, k, v, mask=own, causal=causal, scale=scale, backend=backend)
+        assert_close(actual, of_torch(q, k, v, own, causal, scale), dtype)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("mask", ["no-mask", "bool", "inf"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_half_types(name, dtype, mask, causal, backend, rng):
+    """The float64 result of the same inputs, rounded once."""
+    q, k, v, own = draw(name, mask, dtype, rng)
+    actual = sdpa(q, k, v, mask=own, causal=causal, backend=backend)
+    assert_close(actual, of_torch(q, k, v, own, causal, None), dtype)
+
+
+def of_torch(q, k, v, mask, causal, scale):
+    """torch takes a mask or causal order, never both: there the order goes into the mask.
+
+    So it does where the scale is not positive: torch 2.13 scales the -inf of is_causal too.
+    """
+    if causal and (mask is not None or (scale is not None and scale <= 0)):
+        order = np.tri(q.shape[-2], k.shape[-2], dtype=bool)
+        if mask is None or mask.dtype == bool:
+            mask = order if mask is None else mask & order
+        else:
+            mask = np.where(order, mask, -np.inf)
+        causal = False
+    if mask is not None:
+        mask = torch.from_numpy(mask) if mask.dtype == bool else wide(mask)
+    return expected_sdpa(
+        wide(q), wide(k), wide(v), attn_mask=mask, is_causal=causal, scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
