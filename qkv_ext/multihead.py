@@ -80,8 +80,7 @@ class MultiHeadAttention:
             part: w if w is None or isinstance(w, PackedWeight) else pack_weight(w)
             for part, w in layer.weights.items()
         }
-        biases = {part: None if b is None else b.copy() for part, b in layer.biases.items()}
-        self._layer = layer._replace(weights=packed, biases=biases)
+        self._layer = layer._replace(weights=packed)
 
     @classmethod
     def from_fused(

@@ -177,7 +177,7 @@ def _steps(problem: Problem) -> dict[str, Array]:
         sink = problem.rules.sinks.reshape(h, 1, 1)
         top = np.maximum(top, sink)
     terms = np.where(allowed, np.exp(masked - top), 0)
-    total = terms.sum(axis=-1, keepdims=True) + np.where(sink == -np.inf, 0, np.exp(sink - top))
+    total = terms.sum(axis=-1, keepdims=True) + np.exp(sink - top)
     weights = np.where(allowed, terms / total, 0)
     lse = np.where(empty, sink, top + np.log(total))
     lse = np.where(_is_row(problem), lse, -np.inf)  # padding has no lse, with sinks too

@@ -78,6 +78,8 @@ def test_layer_positions(how, backend, rng):
         ({"query_offset": 20}, i + 20, j),
         ({"query_offset": 20, "key_offset": 11}, i + 20, j + 11),
         ({"query_offset": [3, 0, 26]}, np.array([[3], [0], [26]]) + i, j),
+        ({"query_offset": [3, 0, 26], "key_offset": 4}, np.array([[3], [0], [26]]) + i, j + 4),
+        ({"kv_lengths": [9, 4, 6], "key_offset": 1}, np.array([[5], [0], [2]]) + i, j + 1),
     ]
     for options, at_q, at_k in cases:
         options |= {"causal": True, "backend": backend}

@@ -72,6 +72,16 @@ def test_torch_names(separate, bias, prefix, backend, rng):
     assert_layer(layer, rng.standard_normal((3, 5, 12), np.float32), w, b, (4, 4), backend)
 
 
+def test_torch_names_with_fewer_key_heads(backend, rng):
+    """Three weights may differ in height; the one bias is cut accordingly."""
+    names = draw(rng, q_proj_weight=(32, 12), k_proj_weight=(16, 12), v_proj_weight=(8, 12),
+                 in_proj_bias=(56,), out_proj__weight=(12, 16))  # fmt: skip
+    w = {part: names[f"{part}_proj_weight"] for part in "qkv"} | {"o": names["out_proj.weight"]}
+    b = dict(zip("qkv", np.split(names["in_proj_bias"], [32, 48]), strict=True))
+    x = rng.standard_normal((3, 5, 12), np.float32)
+    assert_layer(from_state_dict(names, "", 4, 2), x, w, b, (4, 2), backend)
+
+
 MODULES = {  # names of the modules of Q, K, V and O
     "Llama": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "Llama, a layer": tuple(f"self_attn.{part}_proj" for part in "qkvo"),
