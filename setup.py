@@ -49,7 +49,12 @@ def module(name, *c_files):
     return Extension(
         f"qkv_ext._{name}",
         sources=[f"src/{name}.pyx", *c_files],
-        depends=["qkv_ext/_kernels.pxd", *glob("src/*.pxi"), *glob("src/kernels/*.h"), *glob("src/kernels/*.def")],
+        depends=[
+            "qkv_ext/_kernels.pxd",
+            *glob("src/*.pxi"),
+            *glob("src/kernels/*.h"),
+            *glob("src/kernels/*.def"),
+        ],
         include_dirs=["src/kernels"],
         libraries=[] if sys.platform == "win32" else ["m"],
         optional=not required,

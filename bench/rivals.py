@@ -27,7 +27,7 @@ def qkv_ext(case: Case, threads: int, backend: str | None = None) -> tuple[Call,
 
 
 def numpy(case: Case, threads: int) -> tuple[Call, str]:
-    """The plain formula as a NumPy user writes it, heads of a group through an axis of their own."""
+    """The plain formula as a NumPy user writes it, heads of a group on an axis of their own."""
     q, k, v = case.arrays()
     group = case.h // case.hkv
     shape = (case.b, case.hkv, group, case.length, case.d)

@@ -1,7 +1,7 @@
-"""One rival in a process of its own: reads a case per line, measures it when asked, answers in JSON.
+"""One rival in a process of its own: reads a case per line, measures it, answers in JSON.
 
-    {"case": NAME}       -> {"line": what runs, "error": largest error of two rows}
-    {"seconds": S}       -> {"seconds": the median call}
+{"case": NAME}       -> {"line": what runs, "error": largest error of two rows}
+{"seconds": S}       -> {"seconds": the median call}
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from qkv_ext.merge import merge_attention
 from qkv_ext.multihead import MultiHeadAttention
 from qkv_ext.projected import ProjectedKV, cross_attention, self_attention
 from qkv_ext.rotary import apply_rotary, rotary_tables
-from qkv_ext.trace import trace, trace_cross, trace_self
+from qkv_ext.tracing import trace, trace_cross, trace_self
 
 try:
     __version__ = _version("qkv_ext")

@@ -103,6 +103,10 @@ class MultiHeadAttention:
         w_o, b_o, num_heads, num_kv_heads
             As for the class.
 
+        Returns
+        -------
+        MultiHeadAttention
+
         Raises
         ------
         ValueError
@@ -183,12 +187,32 @@ class MultiHeadAttention:
     def project_kv(
         self, context: ArrayLike, *, threads: int | None = None, backend: str | None = None
     ) -> ProjectedKV:
-        """K and V of a context (..., S, d_ctx), to be passed as ``kv=`` to many calls.
+        """K and V of a context, to be passed as ``kv=`` to many calls.
+
+        Parameters
+        ----------
+        context : array (..., S, d_ctx)
+        threads, backend : optional
+            As in ``matmul``.
 
         Returns
         -------
         ProjectedKV
             k (..., Hkv, S, D) and v (..., Hkv, S, Dv).  No rotary is applied to k yet.
+
+        Raises
+        ------
+        TypeError, ValueError
+            A context that does not fit the weights, an unknown backend.
+
+        Examples
+        --------
+        >>> import numpy as np, qkv_ext
+        >>> w = np.random.default_rng(0).standard_normal((4, 8, 8), "f4")
+        >>> mha = qkv_ext.MultiHeadAttention(*w, num_heads=2)
+        >>> kv = mha.project_kv(np.ones((6, 8), "f4"))
+        >>> kv.k.shape, mha(np.ones((1, 8), "f4"), kv=kv).shape
+        ((2, 6, 4), (1, 8))
         """
         options: Options = {"threads": threads, "backend": backend}
         return project_kv(self._layer, context, "context", options)

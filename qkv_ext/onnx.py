@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from qkv_ext.attention import Options, scaled_dot_product_attention
 from qkv_ext.rotary import apply_rotary
-from qkv_ext.trace import trace
+from qkv_ext.tracing import trace
 
 Array = NDArray[Any]
 

@@ -46,7 +46,7 @@ def shaped(q, k, v):
 ATTENTION = [
     # dtypes
     (lambda o: sdpa(f32(3, 8).astype("f2"), K, V, **o), TypeError,
-     "q has dtype float16; expected float32, float64, float16 or bfloat16"),
+     "q, k, v have different dtypes (q float16, k float32, v float32); expected one dtype"),
     (lambda o: sdpa(Q, K.astype(int), V, **o), TypeError,
      "k has dtype int64; expected float32, float64, float16 or bfloat16"),
     (lambda o: sdpa(Q, K, V.astype(bool), **o), TypeError,
@@ -209,8 +209,8 @@ PRIMITIVES = [
      "out is read-only; expected a writeable array"),
     (lambda o: pack_weight(f32(2, 8, 8)), ValueError,
      "w has shape (2, 8, 8); expected (d_in, d_out)"),
-    (lambda o: pack_weight(np.ones((8, 8), np.float16)), TypeError,
-     "w has dtype float16; expected float32, float64, float16 or bfloat16"),
+    (lambda o: pack_weight(np.ones((8, 8), np.int8)), TypeError,
+     "w has dtype int8; expected float32, float64, float16 or bfloat16"),
     (lambda o: softmax(np.float32(1), **o), ValueError, "x has shape (); expected at least 1 axis"),
     (lambda o: softmax(np.arange(3), **o), TypeError,
      "x has dtype int64; expected float32, float64, float16 or bfloat16"),
@@ -293,7 +293,8 @@ LAYERS = [
     (lambda o: MHA(f32(5, 8), kv=(f64(2, 6, 4), f64(2, 6, 4)), **o), TypeError,
      "q, k, v have different dtypes (q float32, k float64, v float64); expected one dtype"),
     (lambda o: MHA(f32(5, 8), layout="blhd", **o), TypeError,
-     "'layout' is no option of a projection call; expected mask, causal, align, scale, out, "
+     "'layout' is no option of a projection call; expected mask, causal, align, scale, "
+     "window, softcap, alibi_slopes, sinks, kv_lengths, q_lengths, query_offset, key_offset, out, "
      "threads, backend"),
     (lambda o: MHA(f32(5, 8), mask=f32(3, 5, 5), **o), ValueError,
      "mask has shape (3, 5, 5); expected one that broadcasts to (2, 5, 5)"),
