@@ -5,7 +5,8 @@
     call      items (of a batch, or sequences of a packed one) x key/value heads
                 x blocks of query rows x splits of the keys
       task      one of each: a block of rows against a split of the keys
-        tile      256 keys: scores = Q Kᵀ; weights = exp(scores - max); sums = factor sums + weights V
+        tile      256 keys: scores = Q Kᵀ, weights = exp(scores - max),
+                  sums = factor sums + weights V
 
 The query rows of all heads that share a key/value head are one list, row r being head r % group at
 position r // group: one pass over the keys serves them all.  A task works on contiguous copies of
@@ -126,7 +127,7 @@ cdef struct Place:
 include "rows.pxi"
 
 
-# ---- memory ---------------------------------------------------------------------------------------
+# ---- memory -------------------------------------------------------------------------------------
 
 cdef inline void *carve(char **at, size_t count, size_t size) noexcept nogil:
     """The next count elements, on a cache line of their own."""
@@ -163,8 +164,9 @@ cdef size_t lay_desk(const Call *call, char *memory, Desk *desk) noexcept nogil:
     return at - memory
 
 
-cdef const float *rows_of(const Call *call, const char *base, Py_ssize_t stride, Py_ssize_t first,
-                          Py_ssize_t n, Py_ssize_t width, float *copy, Py_ssize_t *ld) noexcept nogil:
+cdef const float *rows_of(const Call *call, const char *base, Py_ssize_t stride,
+                          Py_ssize_t first, Py_ssize_t n, Py_ssize_t width, float *copy,
+                          Py_ssize_t *ld) noexcept nogil:
     """n rows of K or V as floats: in place, or widened into the copy; ld is their distance."""
     cdef Py_ssize_t j
     if call.kind == QKV_FLOAT32:
@@ -177,7 +179,7 @@ cdef const float *rows_of(const Call *call, const char *base, Py_ssize_t stride,
     return copy
 
 
-# ---- a task: tiles of keys ------------------------------------------------------------------------
+# ---- a task: tiles of keys ----------------------------------------------------------------------
 
 cdef const float *packed_tile(const Call *call, const Place *at, Desk *desk,
                               Py_ssize_t tile) noexcept nogil:
@@ -307,7 +309,7 @@ cdef bint walk(const Call *call, const Place *at, Desk *desk, bint clean, int wo
     return True
 
 
-# ---- tasks ----------------------------------------------------------------------------------------
+# ---- tasks --------------------------------------------------------------------------------------
 
 cdef void find_place(const Call *call, Py_ssize_t index, Place *at) noexcept nogil:
     """The item that holds the task, by bisection, then head, block and split within it."""
@@ -382,7 +384,8 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
     take_turn(call.order, at.part, worker)
 
 
-cdef void copy_part(const Call *call, const Part *source, Part *target, Py_ssize_t m) noexcept nogil:
+cdef void copy_part(const Call *call, const Part *source, Part *target,
+                    Py_ssize_t m) noexcept nogil:
     memcpy(target.sums, source.sums, m * call.Dv * sizeof(float))
     memcpy(target.max, source.max, m * sizeof(float))
     memcpy(target.sum, source.sum, m * sizeof(float))
@@ -436,7 +439,7 @@ cdef void retire_part(void *job, Py_ssize_t index, int worker) noexcept nogil:
         finish_rows(call, &at, &desk, True)
 
 
-# ---- the plan -------------------------------------------------------------------------------------
+# ---- the plan -----------------------------------------------------------------------------------
 
 cdef void plan_item(const Call *call, Item *item) noexcept nogil:
     """Blocks and splits of an item, from its own lengths alone."""
@@ -518,7 +521,7 @@ cdef int run(Call *call, int threads) except -1:
     return 0
 
 
-# ---- the call -------------------------------------------------------------------------------------
+# ---- the call -----------------------------------------------------------------------------------
 
 cdef struct Views:
     Py_buffer q, k, v, mask, out, weights, lse, slopes, sinks, spans
@@ -575,7 +578,9 @@ cdef void describe(Call *call, const Views *x) noexcept nogil:
         item.weights = part_of(&x.weights, &x.out, owner)
         item.lse = part_of(&x.lse, &x.out, owner)
         if x.slopes.buf != NULL:
-            item.slopes = <const float *> x.slopes.buf + (n if x.slopes.shape[0] > 1 else 0) * call.heads
+            item.slopes = <const float *> x.slopes.buf
+            if x.slopes.shape[0] > 1:
+                item.slopes += n * call.heads
         if span != NULL:  # a sequence of a packed batch starts at rows of its own
             item.q += span[1] * call.q_row
             item.out += span[1] * call.out_row

@@ -1,6 +1,7 @@
 """What the library does to the process it runs in: memory, threads, signals, forks, the FPU."""
 
 import os
+import platform
 import re
 import shutil
 import signal
@@ -120,9 +121,10 @@ for mask in (None, np.ones((1, 1, 1, {length}), bool), np.zeros((1, 1, 1, {lengt
 def test_no_memory_leaks(compiled, python):
     """Many calls, refused ones among them, hold no more than one does."""
     code = f"""
+import mmap
 import numpy as np, qkv_ext
 def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * 4096
+    return int(open("/proc/self/statm").read().split()[1]) * mmap.PAGESIZE
 x = np.ones((2, 4, 70, 32), "f4")
 long = np.ones((1, 4, 3000, 32), "f4")
 by = {{"backend": {compiled!r}}}
@@ -383,7 +385,7 @@ def test_modules_link_the_c_library_only():
 
 @linux_only
 @pytest.mark.skipif(not BUILT, reason="nothing is compiled here")
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="looks for x86's wide registers")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="looks for x86's wide registers")
 def test_loops_hold_baseline_instructions_only():
     """F4 (zarr-developers/numcodecs#252): wide registers are for the kernels, in one module."""
     for module in BUILT:
