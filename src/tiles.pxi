@@ -1,0 +1,183 @@
+# The key tiles of a task: a worker's memory, scores, and the walk over the tiles.
+# Part of attention.pyx.
+
+# ---- memory -------------------------------------------------------------------------------------
+
+cdef inline void *carve(char **at, size_t count, size_t size) noexcept nogil:
+    """The next count elements, on a cache line of their own."""
+    cdef char *start = at[0]
+    at[0] = start + (count * size + 63) // 64 * 64
+    return start
+
+
+cdef size_t lay_part(const Call *call, char *memory, Part *part) noexcept nogil:
+    cdef char *at = memory
+    part.sums = <float *> carve(&at, call.block * call.Dv, sizeof(float))
+    part.max = <float *> carve(&at, call.block, sizeof(float))
+    part.sum = <float *> carve(&at, call.block, sizeof(float))
+    part.spoilt = <uint8_t *> carve(&at, call.block, sizeof(uint8_t))
+    return at - memory
+
+
+cdef size_t lay_desk(const Call *call, char *memory, Desk *desk) noexcept nogil:
+    """Lay out a worker's memory from there on; returns what it takes."""
+    cdef char *at = memory
+    at += lay_part(call, at, &desk.part)
+    desk.head = <Py_ssize_t *> carve(&at, 1, sizeof(Py_ssize_t))
+    desk.rows = <qkv_row *> carve(&at, call.block, sizeof(qkv_row))
+    desk.q = <float *> carve(&at, call.block * call.D, sizeof(float))
+    desk.scores = <float *> carve(&at, call.block * (TILE + LANES), sizeof(float))
+    desk.factor = <float *> carve(&at, call.block, sizeof(float))
+    desk.ones = <float *> carve(&at, call.block, sizeof(float))
+    desk.value = <float *> carve(&at, call.Dv, sizeof(float))
+    desk.packed = <uint8_t *> carve(&at, call.keys // TILE, sizeof(uint8_t))
+    desk.panels = <float *> carve(&at, call.keys * call.D, sizeof(float))
+    desk.k_rows = <float *> carve(&at, TILE * call.D, sizeof(float))
+    desk.v_rows = <float *> carve(&at, TILE * call.Dv, sizeof(float))
+    desk.line = <float *> carve(&at, call.longest + LANES, sizeof(float))
+    return at - memory
+
+
+cdef const float *rows_of(const Call *call, const char *base, Py_ssize_t stride,
+                          Py_ssize_t first, Py_ssize_t n, Py_ssize_t width, float *copy,
+                          Py_ssize_t *ld) noexcept nogil:
+    """n rows of K or V as floats: in place, or widened into the copy; ld is their distance."""
+    cdef Py_ssize_t j
+    if call.kind == QKV_FLOAT32:
+        ld[0] = stride // <Py_ssize_t> sizeof(float)
+        return <const float *> (base + first * stride)
+    for j in range(n):
+        call.ops.widen(call.kind, <const uint16_t *> (base + (first + j) * stride),
+                       copy + j * width, width)
+    ld[0] = width
+    return copy
+
+
+# ---- a task: tiles of keys ----------------------------------------------------------------------
+
+cdef const float *packed_tile(const Call *call, const Place *at, Desk *desk,
+                              Py_ssize_t tile) noexcept nogil:
+    """The panels of the tile's keys: packed when first used, kept while the head stays."""
+    cdef Py_ssize_t n = min(TILE, at.item.S - tile), c, ld
+    cdef bint kept = at.item.blocks > 1
+    cdef float *panels = desk.panels + (tile * call.D if kept else 0)
+    cdef const float *k
+    if kept and desk.packed[tile // TILE]:
+        return panels
+    k = rows_of(call, at.k, call.k_row, tile, n, call.D, desk.k_rows, &ld)
+    for c from 0 <= c < n by PANEL:
+        call.ops.pack(k + c * ld, ld, panels + c * call.D, min(PANEL, n - c), call.D)
+    if kept:
+        desk.packed[tile // TILE] = 1
+    return panels
+
+
+cdef inline void columns(const qkv_row *rows, Py_ssize_t m, Py_ssize_t tile, Py_ssize_t n,
+                         Py_ssize_t *start, Py_ssize_t *end) noexcept nogil:
+    """The columns start <= c < end of a tile that m rows need, start on a panel; or none."""
+    cdef Py_ssize_t lo, hi
+    extent(rows, m, &lo, &hi)
+    end[0] = min(n, hi - tile)
+    start[0] = max(lo - tile, 0) // PANEL * PANEL
+    if start[0] >= end[0]:
+        start[0] = end[0] = 0
+
+
+cdef void score_tile(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile, Py_ssize_t n,
+                     Py_ssize_t step, const float *next, Py_ssize_t ldn) noexcept nogil:
+    """scores[m, n] = Q Kᵀ of a tile, for step rows at a time and no further than they see."""
+    cdef Py_ssize_t lds = TILE + LANES, r, c, d, m, start, end, cols, depth, ld
+    cdef const float *k
+    if at.item.direct:
+        k = rows_of(call, at.k, call.k_row, tile, n, call.D, desk.k_rows, &ld)
+        call.ops.dots(desk.q, call.D, k, ld, desk.scores, lds, at.m, n, call.D, next, ldn)
+        return
+    k = packed_tile(call, at, desk, tile)
+    for c from 0 <= c < n by PANEL:
+        for r from 0 <= r < at.m by step:
+            m = min(step, at.m - r)
+            columns(desk.rows + r, m, tile, n, &start, &end)
+            if c < start or c >= end:
+                continue
+            cols = (min(PANEL, end - c) + LANES - 1) // LANES * LANES  # panels have whole vectors
+            for d from 0 <= d < max(call.D, 1) by TILE:  # D may be 0: zeros
+                depth = min(TILE, call.D - d)
+                call.ops.product(desk.q + r * call.D + d, call.D, k + c * call.D + d * PANEL, PANEL,
+                                 desk.scores + r * lds + c, lds, desk.ones if d else NULL, m, cols,
+                                 depth, NULL, 0)
+
+
+cdef const float *clean_tile(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile,
+                             Py_ssize_t n, const float *v, Py_ssize_t *ld) noexcept nogil:
+    """The tile of V with non-finite entries read as 0; marks the rows that may see one."""
+    cdef Py_ssize_t j, d, r
+    cdef const float *source
+    cdef float *target
+    cdef bint spoilt
+    for j in range(n):
+        source = v + j * ld[0]
+        target = desk.v_rows + j * call.Dv
+        spoilt = False
+        for d in range(call.Dv):
+            spoilt = spoilt or not isfinite(source[d])
+            target[d] = source[d] if isfinite(source[d]) else 0.0
+        if spoilt:
+            for r in range(at.m):
+                desk.part.spoilt[r] |= allowed(desk.rows + r, tile + j)
+    ld[0] = call.Dv
+    return desk.v_rows
+
+
+cdef bint walk(const Call *call, const Place *at, Desk *desk, bint clean, int worker,
+               qkv_run *run) noexcept nogil:
+    """The task's rows over the key tiles of its split; False where the run was stopped.
+
+    clean: with the non-finite entries of V read as 0, in the same order and by the same kernels.
+    """
+    cdef Py_ssize_t lds = TILE + LANES, lo, hi, tile, n, step, r, m, start, end, ldv
+    cdef Py_ssize_t common_lo = 0, common_hi = at.item.S
+    cdef const float *v
+    cdef const float *next_k
+    cdef const float *next_v
+    cdef qkv_row *row
+    for r in range(at.m):
+        row = &desk.rows[r]
+        row.max = -INFINITY
+        row.sum = 0.0
+        common_lo = max(common_lo, row.lo)
+        common_hi = min(common_hi, row.hi)
+    memset(desk.part.sums, 0, at.m * call.Dv * sizeof(float))
+    memset(desk.part.spoilt, 0, at.m)
+    extent(desk.rows, at.m, &lo, &hi)
+    if at.item.splits > 1:
+        lo = max(lo, at.split * SPLIT)
+        hi = min(hi, (at.split + 1) * SPLIT)
+    for tile from lo // TILE * TILE <= tile < hi by TILE:
+        if stopped(run, worker):
+            return False
+        n = min(TILE, hi - tile)
+        # all rows at once where they all see the whole tile, or a few in any case
+        step = at.m
+        if not at.item.direct and not (common_lo <= tile and tile + n <= common_hi):
+            step = call.ops.rows
+        next_k = next_v = NULL
+        if at.item.direct and call.kind == QKV_FLOAT32:  # what memory is to fetch meanwhile
+            next_v = <const float *> (at.v + tile * call.v_row)
+            if tile + TILE < hi:
+                next_k = <const float *> (at.k + (tile + TILE) * call.k_row)
+        score_tile(call, at, desk, tile, n, step, next_v,
+                   call.v_row // <Py_ssize_t> sizeof(float))
+        v = rows_of(call, at.v, call.v_row, tile, n, call.Dv, desk.v_rows, &ldv)
+        if clean:
+            v = clean_tile(call, at, desk, tile, n, v, &ldv)
+        for r from 0 <= r < at.m by step:
+            m = min(step, at.m - r)
+            columns(desk.rows + r, m, tile, n, &start, &end)
+            if end == 0:
+                continue
+            call.ops.softmax_tile(desk.scores + r * lds + start, lds, m, end - start, tile + start,
+                                  desk.rows + r, desk.factor + r)
+            call.ops.product(desk.scores + r * lds + start, lds, v + start * ldv, ldv,
+                             desk.part.sums + r * call.Dv, call.Dv, desk.factor + r, m, call.Dv,
+                             end - start, next_k, call.k_row // <Py_ssize_t> sizeof(float))
+    return True
