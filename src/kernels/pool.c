@@ -58,7 +58,11 @@ static void relax(void) { /* a hint to the CPU inside a loop that waits for anot
 #endif
 }
 
+enum { SPINS = 2000 }; /* of relax(), about 20 us, before a waiting thread lets the CPU go */
+
 #if defined(_WIN32) || defined(__EMSCRIPTEN__)
+
+static void step_aside(void) { relax(); }
 
 static void share(qkv_run *run, int threads) {
     (void)threads;
@@ -70,7 +74,12 @@ static void share(qkv_run *run, int threads) {
 #include <pthread.h>
 #include <signal.h>
 
-enum { MOST_WORKERS = 255, SPINS = 2000, STACK = 1 << 19 };
+enum { MOST_WORKERS = 255, STACK = 1 << 19 };
+
+static void step_aside(void) {
+    const struct timespec little = {.tv_nsec = 50000};
+    nanosleep(&little, NULL);
+}
 
 /* Everything that is not atomic is read and written under lock. */
 static struct {
@@ -231,10 +240,13 @@ static void retire_in_turn(qkv_order *order, int worker) {
 }
 
 int qkv_order_wait(qkv_order *order, ptrdiff_t index, int worker, qkv_run *run) {
-    while (index - atomic_load(&order->retired) >= order->slots) {
+    for (int tries = 0; index - atomic_load(&order->retired) >= order->slots; tries++) {
         if (qkv_stopped(run, worker)) return 1;
         retire_in_turn(order, worker);
-        relax();
+        if (tries < SPINS)
+            relax();
+        else
+            step_aside(); /* the thread waited for has no CPU, perhaps because this one has it */
     }
     return 0;
 }
