@@ -18,7 +18,7 @@ FLOAT32 = np.dtype(np.float32)
 FLOAT64 = np.dtype(np.float64)
 FLOAT16 = np.dtype(np.float16)
 _KNOWN: dict[Any, np.dtype[Any]] = {FLOAT32: FLOAT32, FLOAT64: FLOAT64, FLOAT16: FLOAT16}
-_LARGEST_SCALE = float(np.finfo(np.float32).max)
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def _array(x: Any, name: str) -> Array:
@@ -118,6 +118,16 @@ def target(
     return out, np.empty(shape, dtype)
 
 
+def finite_as(x: Array, dtype: np.dtype[Any]) -> Array:
+    """x in another float dtype, its finite values held at the finite limits of that dtype."""
+    with np.errstate(over="ignore"):
+        narrow: Array = x.astype(dtype)
+    if x.dtype.itemsize > dtype.itemsize:
+        beyond = np.isinf(narrow) & np.isfinite(x)
+        narrow[beyond] = np.copysign(np.finfo(dtype).max, x[beyond])
+    return narrow
+
+
 def mask(given: Any, scores: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """The mask in the kernels' terms: bool, or floats of the compute dtype where -inf excludes.
 
@@ -140,12 +150,7 @@ def mask(given: Any, scores: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     if mask.ndim < len(scores):
         mask = mask[(None,) * (len(scores) - mask.ndim)]
     if kind.kind != "b" and kind is not dtype:
-        wide = mask
-        with np.errstate(over="ignore"):
-            mask = wide.astype(dtype)
-        if kind.itemsize > dtype.itemsize:  # a finite value stays finite: only −inf excludes
-            beyond = np.isinf(mask) & np.isfinite(wide)
-            mask[beyond] = np.copysign(np.finfo(dtype).max, wide[beyond])
+        mask = finite_as(mask, dtype)
     if not mask.flags.aligned or (mask.shape[-1] > 1 and mask.strides[-1] != mask.itemsize):
         mask = np.array(mask, order="C")
     return mask
@@ -160,23 +165,28 @@ def switch(value: object, name: str) -> bool:
     raise TypeError(f"{name} is {value!r}; expected True or False")
 
 
-def scale(given: object, d: int) -> float:
+def number(given: Any, name: str, kind: str) -> Any:
+    """A real number that float32 can hold: a Python or NumPy one, or an array of rank 0."""
+    value = given
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    if isinstance(value, (bool, np.bool_)) or not isinstance(
+        value, (int, float, np.integer, np.floating)
+    ):
+        raise TypeError(f"{name} is {given!r}; expected a {kind} number or None")
+    value = value if isinstance(value, int) else float(value)  # an int may be beyond any float
+    if not -_LARGEST <= value <= _LARGEST:
+        raise ValueError(f"{name} is {given!r}; expected a finite float32 number or None")
+    return float(value)
+
+
+def scale(given: Any, d: int) -> float:
     """The scale as a float; 1/√D where none is given."""
     if given is None:
         if d == 0:
             raise ValueError("scale is None, but D is 0 and 1/√0 is no number; give a scale")
         return 1.0 / math.sqrt(d)
-    number: Any = given
-    if isinstance(number, np.ndarray) and number.ndim == 0:
-        number = number[()]
-    if isinstance(number, (bool, np.bool_)) or not isinstance(
-        number, (int, float, np.integer, np.floating)
-    ):
-        raise TypeError(f"scale is {given!r}; expected a real number or None")
-    number = number if isinstance(number, int) else float(number)  # an int may be beyond any float
-    if not -_LARGEST_SCALE <= number <= _LARGEST_SCALE:
-        raise ValueError(f"scale is {given!r}; expected a finite float32 number or None")
-    return float(number)
+    return float(number(given, "scale", "real"))
 
 
 def choice(value: object, name: str, choices: tuple[str, ...]) -> None:

@@ -81,6 +81,9 @@ def _shapes(given: tuple[Array, ...]) -> str:
     return "q, k and v have shapes {}, {} and {}".format(*(x.shape for x in given))
 
 
+_NO_OFFSET = 0  # the default itself: any other 0 is checked like every number
+
+
 def attention(
     q: Any,
     k: Any,
@@ -103,10 +106,14 @@ def attention(
     out: Any,
     threads: Any,
     backend: Any,
+    given: tuple[Array, ...] | None = None,
 ) -> Checked[Problem]:
-    """Check a call of scaled_dot_product_attention; see there for the arguments."""
+    """Check a call of scaled_dot_product_attention; see there for the arguments.
+
+    given is q, k and v as the caller has them, for the errors, where they were changed already.
+    """
     q, k, v = operand(q, "q", 2), operand(k, "k", 2), operand(v, "v", 2)
-    dtype, rank, given = q.dtype, q.ndim, (q, k, v)
+    dtype, rank, given = q.dtype, q.ndim, given or (q, k, v)
     if k.dtype is not dtype or v.dtype is not dtype:
         same_dtype(q=q, k=k, v=v)
     chosen = _backends.choose(backend, dtype)
@@ -154,7 +161,7 @@ def attention(
         rules = _rules.rules(
             causal, window, softcap, alibi_slopes, sinks, lead[0], inner, h, compute
         )
-    if q_lengths is kv_lengths is query_offset is None and key_offset == 0 and rank > 2:
+    if q_lengths is kv_lengths is query_offset is None and key_offset is _NO_OFFSET:
         shift = s - length if align == "bottom-right" else 0
     else:
         batch = lead[0] if rank > 2 else None
@@ -234,10 +241,12 @@ def varlen(
         raise ValueError(
             f"cu_seqlens_q has shape {cu_q.shape} and cu_seqlens_k {cu_k.shape}; expected one shape"
         )
-    whole = out if out is None or not isinstance(out, np.ndarray) else out[None]
+    if out is not None:
+        _arrays.target(out, (*q.shape[:2], v.shape[2]), q.dtype)
     chosen, problem, arrays, copies = attention(
         q[None], k[None], v[None], None, causal, align, scale, window, softcap, None, sinks,
-        None, None, None, 0, "blhd", False, False, whole, threads, backend,
+        None, None, None, 0, "blhd", False, False, None if out is None else out[None], threads,
+        backend, given,
     )  # fmt: skip
     rules = problem.rules._replace(spans=_rules.packed_spans(align, cu_q, cu_k, kv_lengths))
     compute = _arrays.compute_dtype(q.dtype)

@@ -41,11 +41,17 @@ ITEM, Q_START, Q_LENGTH, Q_ROOM, K_START, K_LENGTH, SHIFT = range(7)
 
 def integers(value: Any, name: str, count: int | None, least: int, most: int) -> Array:
     """An integer (count None) or integers (count,) of any dtype, as int64 within their bounds."""
-    array = np.asarray(value)
-    if array.dtype.kind not in "iu" or isinstance(value, (bool, np.bool_)):
+    wanted = "an integer" if count is None else f"integers ({count},)"
+    try:
+        array = np.asarray(value)
+    except ValueError:  # rows of several lengths
+        raise ValueError(f"{name} is {value!r}; expected {wanted}") from None
+    if array.size == 0 and not isinstance(value, np.ndarray):
+        array = array.astype(np.int64)  # an empty list has no dtype of its own
+    wide = array.dtype.kind == "O" and all(isinstance(n, int) for n in array.flat)
+    if not (array.dtype.kind in "iu" or wide) or isinstance(value, bool):
         raise TypeError(f"{name} has dtype {array.dtype}; expected integers")
-    shape = () if count is None else (count,)
-    if array.shape != shape:
+    if array.shape != (() if count is None else (count,)):
         wanted = "an integer" if count is None else f"shape ({count},)"
         raise ValueError(f"{name} has shape {array.shape}; expected {wanted}")
     low, high = (int(array.min()), int(array.max())) if array.size else (least, least)
@@ -74,24 +80,24 @@ def _window(window: Any) -> tuple[int, int]:
 
 
 def _softcap(softcap: Any) -> float:
-    if isinstance(softcap, (bool, np.bool_)) or not isinstance(
-        softcap, (int, float, np.integer, np.floating)
-    ):
-        raise TypeError(f"softcap is {softcap!r}; expected a positive number or None")
-    if not 0 < softcap <= float(np.finfo(np.float32).max) or not np.float32(softcap) > 0:
+    value = float(_arrays.number(softcap, "softcap", "positive"))
+    if not np.float32(value) > 0:
         raise ValueError(f"softcap is {softcap!r}; expected a positive finite number or None")
-    return float(softcap)
+    return value
 
 
 def per_head(value: Any, name: str, shapes: tuple[tuple[int, ...], ...], dtype: Any) -> Array:
     """Floats of one of the shapes, in the compute dtype."""
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError:  # rows of several lengths
+        raise ValueError(f"{name} is {value!r}; expected an array") from None
     if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
         raise TypeError(f"{name} has dtype {array.dtype}; expected floating point")
     if array.shape not in shapes:
         wanted = " or ".join(map(str, shapes))
         raise ValueError(f"{name} has shape {array.shape}; expected {wanted}")
-    return np.ascontiguousarray(array, dtype)
+    return np.ascontiguousarray(_arrays.finite_as(array, dtype))
 
 
 def rules(
@@ -166,10 +172,11 @@ def spans(
 
 def cumulative(value: Any, name: str, total: int) -> Array:
     """Cumulative lengths (N + 1,) of a packed batch: from 0, never falling, up to the total."""
-    array = np.asarray(value)
-    if array.ndim != 1 or array.size == 0:
-        raise ValueError(f"{name} has shape {array.shape}; expected (N + 1,)")
-    array = integers(array, name, array.size, 0, total)
+    value = value if isinstance(value, (list, tuple)) else np.asarray(value)
+    shape = value.shape if isinstance(value, np.ndarray) else (len(value),)
+    if len(shape) != 1 or shape[0] == 0:
+        raise ValueError(f"{name} has shape {shape}; expected (N + 1,)")
+    array = integers(value, name, shape[0], 0, total)
     if array[0] != 0 or array[-1] != total or (np.diff(array) < 0).any():
         raise ValueError(
             f"{name} runs from {array[0]} to {array[-1]}"

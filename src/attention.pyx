@@ -110,6 +110,8 @@ cdef struct Desk:
     float *v_rows        # [TILE, Dv], a tile of V that is, or with its non-finite entries as 0
     float *value         # [Dv], an output row before it is rounded
     float *line          # [longest + LANES], the scores of one row, for the plain formula
+    Py_ssize_t *start    # [block], the first column of the tile that a group of rows needs,
+    Py_ssize_t *end      # [block], and the end of them, 0 for none; at the group's first row
     uint8_t *packed      # [tiles], which tiles of the head are in panels
     qkv_row *rows        # [block]
     Py_ssize_t *head     # the head that panels belongs to, -1 for none

@@ -1,11 +1,20 @@
 # The query rows of a task: where they come from, what they may see, and how they end.
 # Part of attention.pyx.
 
-cdef inline void find_row(const Call *call, const Place *at, Py_ssize_t r, Py_ssize_t *h,
+cdef inline void first_row(const Call *call, const Place *at, Py_ssize_t *h,
+                           Py_ssize_t *i) noexcept nogil:
+    """Head and position in the item of the first row of a task."""
+    i[0] = at.first_row // call.group
+    h[0] = at.kv_head * call.group + at.first_row % call.group
+
+
+cdef inline void next_row(const Call *call, const Place *at, Py_ssize_t *h,
                           Py_ssize_t *i) noexcept nogil:
-    """Head and position in the item of row r of a task."""
-    i[0] = (at.first_row + r) // call.group
-    h[0] = at.kv_head * call.group + (at.first_row + r) % call.group
+    """Those of the row after: the next head of the group, or the first one of the next position."""
+    h[0] += 1
+    if h[0] == (at.kv_head + 1) * call.group:
+        h[0] -= call.group
+        i[0] += 1
 
 
 cdef void start_rows(const Call *call, const Place *at, Desk *desk) noexcept nogil:
@@ -16,8 +25,10 @@ cdef void start_rows(const Call *call, const Place *at, Desk *desk) noexcept nog
     cdef qkv_row *row
     cdef float *target
     cdef Py_ssize_t r, i, h, position
+    first_row(call, at, &h, &i)
     for r in range(at.m):
-        find_row(call, at, r, &h, &i)
+        if r > 0:
+            next_row(call, at, &h, &i)
         source = item.q + h * call.q_head + i * call.q_row
         target = desk.q + r * call.D
         if call.kind != QKV_FLOAT32:
@@ -124,11 +135,13 @@ cdef bint finish_rows(const Call *call, const Place *at, Desk *desk, bint last) 
     cdef Py_ssize_t r, i, h
     cdef char *target
     cdef float *row_out
-    cdef float lse, top, sum, factor, sink = -INFINITY
+    cdef float lse = 0.0, top, sum, factor, sink = -INFINITY
     cdef qkv_row *row
     cdef bint fine, all_fine = True
+    first_row(call, at, &h, &i)
     for r in range(at.m):
-        find_row(call, at, r, &h, &i)
+        if r > 0:
+            next_row(call, at, &h, &i)
         target = item.out + h * call.out_head + i * call.out_row
         row_out = <float *> target if call.kind == QKV_FLOAT32 else desk.value
         row = &desk.rows[r]
@@ -146,7 +159,8 @@ cdef bint finish_rows(const Call *call, const Place *at, Desk *desk, bint last) 
         factor = factor / sum
         fine = fine and call.ops.scaled(part.sums + r * call.Dv, factor, row_out, call.Dv)
         if fine:
-            lse = top + logf(sum)
+            if item.lse != NULL:
+                lse = top + logf(sum)
             if row.scores != NULL:
                 call.ops.weights(row.scores + row.lo, part.max[r], factor, row.scores + row.lo,
                                  row.hi - row.lo)

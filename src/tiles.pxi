@@ -30,6 +30,8 @@ cdef size_t lay_desk(const Call *call, char *memory, Desk *desk) noexcept nogil:
     desk.factor = <float *> carve(&at, call.block, sizeof(float))
     desk.ones = <float *> carve(&at, call.block, sizeof(float))
     desk.value = <float *> carve(&at, call.Dv, sizeof(float))
+    desk.start = <Py_ssize_t *> carve(&at, call.block, sizeof(Py_ssize_t))
+    desk.end = <Py_ssize_t *> carve(&at, call.block, sizeof(Py_ssize_t))
     desk.packed = <uint8_t *> carve(&at, call.keys // TILE, sizeof(uint8_t))
     desk.panels = <float *> carve(&at, call.keys * call.D, sizeof(float))
     desk.k_rows = <float *> carve(&at, TILE * call.D, sizeof(float))
@@ -72,21 +74,24 @@ cdef const float *packed_tile(const Call *call, const Place *at, Desk *desk,
     return panels
 
 
-cdef inline void columns(const qkv_row *rows, Py_ssize_t m, Py_ssize_t tile, Py_ssize_t n,
-                         Py_ssize_t *start, Py_ssize_t *end) noexcept nogil:
-    """The columns start <= c < end of a tile that m rows need, start on a panel; or none."""
-    cdef Py_ssize_t lo, hi
-    extent(rows, m, &lo, &hi)
-    end[0] = min(n, hi - tile)
-    start[0] = max(lo - tile, 0) // PANEL * PANEL
-    if start[0] >= end[0]:
-        start[0] = end[0] = 0
+cdef void find_columns(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile,
+                       Py_ssize_t n, Py_ssize_t step) noexcept nogil:
+    """The columns start <= c < end of a tile that each step rows need, start on a panel; or none."""
+    cdef Py_ssize_t r, lo, hi, start, end
+    for r from 0 <= r < at.m by step:
+        start, end = 0, n
+        if step < at.m or at.item.direct:
+            extent(desk.rows + r, min(step, at.m - r), &lo, &hi)
+            end = min(n, hi - tile)
+            start = max(lo - tile, 0) // PANEL * PANEL
+        desk.start[r] = start
+        desk.end[r] = end if start < end else 0
 
 
 cdef void score_tile(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile, Py_ssize_t n,
                      Py_ssize_t step, const float *next, Py_ssize_t ldn) noexcept nogil:
     """scores[m, n] = Q Kᵀ of a tile, for step rows at a time and no further than they see."""
-    cdef Py_ssize_t lds = TILE + LANES, r, c, d, m, start, end, cols, depth, ld
+    cdef Py_ssize_t lds = TILE + LANES, r, c, d, cols, depth, ld
     cdef const float *k
     if at.item.direct:
         k = rows_of(call, at.k, call.k_row, tile, n, call.D, desk.k_rows, &ld)
@@ -95,16 +100,14 @@ cdef void score_tile(const Call *call, const Place *at, Desk *desk, Py_ssize_t t
     k = packed_tile(call, at, desk, tile)
     for c from 0 <= c < n by PANEL:
         for r from 0 <= r < at.m by step:
-            m = min(step, at.m - r)
-            columns(desk.rows + r, m, tile, n, &start, &end)
-            if c < start or c >= end:
+            if c < desk.start[r] or c >= desk.end[r]:
                 continue
-            cols = (min(PANEL, end - c) + LANES - 1) // LANES * LANES  # panels have whole vectors
+            cols = (min(PANEL, desk.end[r] - c) + LANES - 1) // LANES * LANES  # whole vectors
             for d from 0 <= d < max(call.D, 1) by TILE:  # D may be 0: zeros
                 depth = min(TILE, call.D - d)
                 call.ops.product(desk.q + r * call.D + d, call.D, k + c * call.D + d * PANEL, PANEL,
-                                 desk.scores + r * lds + c, lds, desk.ones if d else NULL, m, cols,
-                                 depth, NULL, 0)
+                                 desk.scores + r * lds + c, lds, desk.ones if d else NULL,
+                                 min(step, at.m - r), cols, depth, NULL, 0)
 
 
 cdef const float *clean_tile(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile,
@@ -165,6 +168,7 @@ cdef bint walk(const Call *call, const Place *at, Desk *desk, bint clean, int wo
             next_v = <const float *> (at.v + tile * call.v_row)
             if tile + TILE < hi:
                 next_k = <const float *> (at.k + (tile + TILE) * call.k_row)
+        find_columns(call, at, desk, tile, n, step)
         score_tile(call, at, desk, tile, n, step, next_v,
                    call.v_row // <Py_ssize_t> sizeof(float))
         v = rows_of(call, at.v, call.v_row, tile, n, call.Dv, desk.v_rows, &ldv)
@@ -172,7 +176,7 @@ cdef bint walk(const Call *call, const Place *at, Desk *desk, bint clean, int wo
             v = clean_tile(call, at, desk, tile, n, v, &ldv)
         for r from 0 <= r < at.m by step:
             m = min(step, at.m - r)
-            columns(desk.rows + r, m, tile, n, &start, &end)
+            start, end = desk.start[r], desk.end[r]
             if end == 0:
                 continue
             call.ops.softmax_tile(desk.scores + r * lds + start, lds, m, end - start, tile + start,

@@ -301,7 +301,7 @@ static void softmax_tile(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, ptrd
 
         /* 3. weights, their sum, and the correction of what came before */
         float sum = exp_and_sum(s, s, base, whole);
-        factor[i] = exp1(row->max - base);
+        factor[i] = row->max == max ? 1.0f : row->max == -INFINITY ? 0.0f : exp1(row->max - base);
         row->sum = row->sum * factor[i] + sum;
         row->max = max;
     }
