@@ -112,13 +112,20 @@ def attention(
 
     given is q, k and v as the caller has them, for the errors, where they were changed already.
     """
-    q, k, v = operand(q, "q", 2), operand(k, "k", 2), operand(v, "v", 2)
-    dtype, rank, given = q.dtype, q.ndim, given or (q, k, v)
-    if k.dtype is not dtype or v.dtype is not dtype:
+    if not (
+        type(q) is type(k) is type(v) is np.ndarray
+        and q.dtype is k.dtype is v.dtype is FLOAT32
+        and q.flags.carray
+        and k.flags.carray
+        and v.flags.carray
+        and q.ndim == k.ndim == v.ndim >= 2
+    ):  # what each of them is, unless they are all plain
+        q, k, v = operand(q, "q", 2), operand(k, "k", 2), operand(v, "v", 2)
         same_dtype(q=q, k=k, v=v)
+        if not q.ndim == k.ndim == v.ndim:
+            raise ValueError(f"{_shapes(given or (q, k, v))}; expected equal ranks")
+    dtype, rank, given = q.dtype, q.ndim, given or (q, k, v)
     chosen = _backends.choose(backend, dtype)
-    if k.ndim != rank or v.ndim != rank:
-        raise ValueError(f"{_shapes(given)}; expected equal ranks")
 
     # q (..., H, L, D), k (..., Hkv, S, D), v (..., Hkv, S, Dv)
     blhd = layout != "bhld"

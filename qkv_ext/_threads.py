@@ -92,6 +92,8 @@ def threads_of(threads: int | None) -> int:
     """The upper bound on threads of one call, from its threads= argument."""
     if threads is None:
         return DEFAULT
+    if type(threads) is int and 0 < threads <= MOST:
+        return threads
     if not isinstance(threads, (int, np.integer)) or isinstance(threads, bool):
         raise TypeError(f"threads is {threads!r}; expected a positive integer or None")
     if threads < 1:
