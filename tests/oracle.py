@@ -3,8 +3,8 @@
     output = softmax(cap(scale Q Kᵀ) - slope |distance| + mask, over the allowed keys) V
 
 q (..., H, L, D), k (..., Hkv, S, D) and v (..., Hkv, S, Dv) have equal ranks, and heads at axis -3
-from rank 4 on.  Excluded keys are selected, never added; a row without keys is zeros.  Given another
-dtype and other ways to multiply and to add up, it is the plain formula that tolerance.py measures.
+from rank 4 on.  Excluded keys are selected, never added; a row without keys is zeros.  Given
+another dtype and other ways to multiply and to add up, it is the plain formula of tolerance.py.
 """
 
 import numpy as np
