@@ -1,14 +1,14 @@
-"""Windows, lengths, offsets, softcap, slopes, sinks and packed batches, by example; see
-test_semantics.py.  With Q and K zero the results are exact means of rows of V.
+"""Windows, lengths, offsets, softcap, slopes and sinks, by example; see test_semantics.py.
+With Q and K zero the results are exact means of rows of V.
 """
 
 import os
+import time
 
 import numpy as np
 import pytest
 from cases import dtype_of
 from conftest import BACKENDS
-from oracle import attention
 from tolerance import assert_same, assert_same_bits
 
 import qkv_ext
@@ -145,6 +145,25 @@ def test_window_of_many_keys(kind, compiled, rng):
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("options", [{"window": (64, 0)}, {"kv_lengths": [100]},
+                                     {"window": (None, 0), "query_offset": 100},
+                                     {"window": (64, 0), "alibi_slopes": np.float32([0.1])}],
+                         ids=" ".join)  # fmt: skip
+@pytest.mark.parametrize("length", [1, 64])
+def test_excluded_tiles_are_skipped(length, options, compiled, rng):
+    """A rule that leaves 1 key in 100 takes a small part of the time, not all of it."""
+    s = 16384 if length > 1 else 1 << 17
+    q, k, v = (rng.standard_normal((1, 1, n, 16), np.float32) for n in (length, s, s))
+
+    def seconds(**options):
+        start = time.perf_counter()
+        sdpa(q, k, v, backend=compiled, threads=1, **options)
+        return time.perf_counter() - start
+
+    best = [min(seconds(**each) for _ in range(7)) for each in (options, {})]
+    assert best[0] < best[1] / 3
+
+
 # ---- softcap, slopes, sinks ---------------------------------------------------------------------
 
 
@@ -252,6 +271,8 @@ def test_numbers_of_each_head_in_any_float(name, dtype, backend, rng):
     actual = sdpa(q, k, v, backend=backend, **{name: values})
     assert actual.dtype == np.float32
     assert_same_bits(actual, expected)
+    actual = sdpa(q, k, v, backend=backend, **{name: values[::-1].copy()[::-1]})
+    assert_same_bits(actual, expected)
 
 
 @pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
@@ -268,53 +289,6 @@ def test_softcap_of_any_number_type(kind, backend, rng):
     q, k, v = (rng.standard_normal((2, n, 16), np.float32) for n in (3, 9, 9))
     expected = sdpa(q, k, v, softcap=2.0, backend=backend)
     assert_same_bits(sdpa(q, k, v, softcap=kind(2), backend=backend), expected)
-
-
-# ---- packed batches -----------------------------------------------------------------------------
-
-
-def test_sequences_do_not_see_each_other(backend):
-    q = k = np.zeros((6, 1, 4), np.float32)
-    v = np.arange(6, dtype=np.float32).reshape(6, 1, 1)
-    cu = [0, 1, 1, 4, 6]
-    assert varlen(q, k, v, cu, cu, backend=backend).ravel().tolist() == [0, 2, 2, 2, 4.5, 4.5]
-    output = varlen(q, k, v, cu, cu, causal=True, backend=backend)
-    assert output.ravel().tolist() == [0, 1, 1.5, 2, 4, 4.5]
-    output, lse = varlen(
-        q, k, v, cu, [0, 0, 3, 4, 6], causal=True, return_lse=True, backend=backend
-    )
-    assert output.ravel().tolist() == [0, 0, 0, 3, 4, 4.5]
-    assert lse.ravel()[:3].tolist() == [-INF] * 3
-    output = varlen(q, k, v, cu, cu, kv_lengths=[1, 0, 2, 1], backend=backend)
-    assert output.ravel().tolist() == [0, 1.5, 1.5, 1.5, 4, 4]
-
-
-@pytest.mark.parametrize("cu", [[0], [0, 0], [0, 0, 0]])
-def test_packed_batches_of_nothing(cu, backend):
-    q, k, v = (np.zeros((0, h, d), np.float32) for h, d in ((4, 8), (2, 8), (2, 3)))
-    output, lse = varlen(q, k, v, cu, cu, return_lse=True, backend=backend)
-    assert output.shape == (0, 4, 3)
-    assert lse.shape == (0, 4)
-
-
-def test_packed_batch_in_float64(rng):
-    q, k, v = (rng.standard_normal((9, 2, 8)) for _ in range(3))
-    output = varlen(q, k, v, [0, 4, 9], [0, 4, 9], causal=True, backend="numpy")
-    assert output.dtype == np.float64
-    for rows in (np.s_[:4], np.s_[4:]):
-        one = (x[rows].swapaxes(0, 1)[None] for x in (q, k, v))
-        expected = attention(*one, causal=True)[0][0].swapaxes(0, 1)
-        np.testing.assert_allclose(output[rows], expected, rtol=1e-12)
-
-
-def test_packed_out_may_overlap(backend, rng):
-    q, k, v = (rng.standard_normal((9, 2, 8), np.float32) for _ in range(3))
-    cu = [0, 4, 9]
-    expected = varlen(q, k, v, cu, cu, backend=backend)
-    for n in range(3):
-        arrays = [q.copy(), k.copy(), v.copy()]
-        assert varlen(*arrays, cu, cu, out=arrays[n], backend=backend) is arrays[n]
-        assert_same(arrays[n], expected, backend)
 
 
 # ---- instruction sets ---------------------------------------------------------------------------
