@@ -1,11 +1,13 @@
 """Every row of the table: NumPy against the oracle, and every backend against NumPy in float64."""
 
 import functools
+from itertools import combinations
 
 import numpy as np
 import oracle
 import pytest
-from cases import CASES, NAMES
+from cases import CASES, LEVELS, NAMES, PAIRS, dtype_of, possible
+from pairwise import every_pair, pairs_of
 from tolerance import WAYS, allowed_error, assert_within, mask_in_float32, plain_attention
 
 import qkv_ext
@@ -41,15 +43,31 @@ def test_numpy_equals_the_oracle(case):
 @every_case
 def test_error_rule(case, backend):
     q, k, v, options = case.arrays()
+    dtypes = dtype_of(case.dtype), dtype_of(case.dtype), np.float32
     truth, bounds = truth_and_bounds(case.name)
-    extras = sdpa(q, k, v, return_weights=True, return_lse=True, backend=backend, **options)
-    for actual, expected, bound, what in zip(extras, truth, bounds, WHAT, strict=True):
-        assert_within(actual, expected, bound, what)
+
+    def check(which, *results):
+        for n, actual in zip(which, results, strict=True):
+            assert_within(actual, truth[n], bounds[n], WHAT[n], dtypes[n])
+
+    options["backend"] = backend
+    check((0, 1, 2), *sdpa(q, k, v, return_weights=True, return_lse=True, **options))
     # The output is within the rule without the extras too, and with either of them.
-    assert_within(sdpa(q, k, v, backend=backend, **options), truth[0], bounds[0])
-    output, lse = sdpa(q, k, v, return_lse=True, backend=backend, **options)
-    assert_within(output, truth[0], bounds[0])
-    assert_within(lse, truth[2], bounds[2], "lse")
-    output, weights = sdpa(q, k, v, return_weights=True, backend=backend, **options)
-    assert_within(output, truth[0], bounds[0])
-    assert_within(weights, truth[1], bounds[1], "weights")
+    check((0,), sdpa(q, k, v, **options))
+    check((0, 2), *sdpa(q, k, v, return_lse=True, **options))
+    check((0, 1), *sdpa(q, k, v, return_weights=True, **options))
+
+
+def test_every_two_options_meet():
+    """The table has each pair of an option's or the shapes' choices in one row at least."""
+    met = set().union(*map(pairs_of, PAIRS))
+    assert met == every_pair(LEVELS, possible)
+    assert len(PAIRS) < 100
+    # and what a row says is what its call does: options beyond their defaults, two by two
+    names = {"mask", "causal", "align", "scale", "layout", "window", "softcap", "alibi_slopes",
+             "sinks", "kv_lengths", "q_lengths", "query_offset", "key_offset"}  # fmt: skip
+    together = set()
+    for case in CASES[-len(PAIRS) :]:
+        options = case.arrays()[3] if case.dtype != "bfloat16" else case.options
+        together |= set(combinations(sorted(options), 2))
+    assert together == set(combinations(sorted(names), 2))

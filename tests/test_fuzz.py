@@ -9,6 +9,7 @@ import os
 import numpy as np
 import oracle
 import pytest
+from cases import dtype_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tolerance import (
@@ -16,6 +17,7 @@ from tolerance import (
     WAYS,
     allowed_error,
     assert_same,
+    assert_same_bits,
     assert_within,
     mask_in_float32,
     plain_attention,
@@ -66,7 +68,8 @@ def calls(draw):
         scores = [*np.broadcast_shapes(*(x[:-2] for x in shapes)), length, s]
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     q, k, v = (rng.standard_normal(shape, np.float32) for shape in shapes)
-    options = {}
+    first = scores[0] if len(scores) > 2 else None
+    options = draw(rules(rng, first, scores[-3] if len(scores) > 3 else 1, length, s))
     if draw(st.booleans()):
         options |= {"causal": True, "align": draw(st.sampled_from(["bottom-right", "top-left"]))}
     if draw(st.booleans()):
@@ -75,6 +78,38 @@ def calls(draw):
         shape = tuple(draw(st.sampled_from([n, 1])) for n in scores)
         options["mask"] = draw(masks(rng, shape[draw(st.integers(0, len(shape))) :]))
     return q, k, v, options
+
+
+@st.composite
+def rules(draw, rng, first, heads, length, s):
+    """Options of position, lengths and heads; first is B, None at rank 2."""
+
+    def numbers(low, high):  # an integer of each item
+        if first is None:
+            return draw(st.integers(low, high))
+        return rng.integers(low, high + 1, first).astype(draw(st.sampled_from(["i2", "i8", ">i4"])))
+
+    options = {}
+    side = st.one_of(st.none(), st.integers(0, 9), st.integers(0, 1100))
+    if draw(st.booleans()):
+        options["window"] = draw(st.tuples(side, side))
+    if draw(st.booleans()):
+        options["kv_lengths"] = numbers(0, s)
+    if draw(st.booleans()):
+        options["q_lengths"] = numbers(0, length)
+    if draw(st.booleans()):
+        options["query_offset"] = numbers(-10, s + 10)
+    if draw(st.booleans()):
+        options["key_offset"] = draw(st.integers(-20, 20))
+    if draw(st.booleans()):
+        options["softcap"] = draw(st.sampled_from([0.3, 2.0, 30.0]))
+    if draw(st.booleans()):
+        each = first is not None and draw(st.booleans())
+        options["alibi_slopes"] = rng.random((first, heads) if each else heads, np.float32)
+    if draw(st.booleans()):
+        options["sinks"] = rng.standard_normal(heads, np.float32)
+    kept = draw(st.lists(st.sampled_from(sorted(options)), max_size=4)) if options else []
+    return {name: options[name] for name in kept}
 
 
 @st.composite
@@ -159,6 +194,48 @@ def test_threads(compiled, call, threads):
     expected = sdpa(q, k, v, threads=1, backend=compiled, **options)
     actual = sdpa(q, k, v, threads=threads, backend=compiled, **options)
     assert_same(actual, expected, compiled)
+
+
+@settings(max_examples=40)
+@given(calls(), st.sampled_from(["float16", "bfloat16"]))
+def test_half_types(backend, call, dtype):
+    """The float32 computation on the same numbers, rounded once."""
+    q, k, v, options = call
+    q, k, v = (x.astype(dtype_of(dtype)) for x in (q, k, v))
+    actual = sdpa(q, k, v, return_lse=True, backend=backend, **options)
+    wide = (x.astype(np.float32) for x in (q, k, v))
+    expected = sdpa(*wide, return_lse=True, backend=backend, **options)
+    assert_same_bits(actual[0], expected[0].astype(q.dtype))
+    assert_same_bits(actual[1], expected[1])
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(LENGTHS.filter(lambda n: n < 300), LENGTHS), max_size=5),
+       st.integers(1, 2), st.integers(1, 3), st.integers(0, 2**32 - 1), st.data())  # fmt: skip
+def test_packed_equals_padded(backend, lengths, hkv, group, seed, data):
+    """varlen_attention against a padded batch of the same sequences, with NaN for padding."""
+    rng = np.random.default_rng(seed)
+    b, h, lengths = len(lengths), hkv * group, np.array(lengths, int).reshape(-1, 2)
+    most = lengths.max(axis=0, initial=0)
+    options = data.draw(rules(rng, b, h, *most.tolist()))
+    options = {name: x for name, x in options.items()
+               if name in ("window", "softcap", "alibi_slopes", "sinks")}  # fmt: skip
+    options |= {"causal": data.draw(st.booleans()), "return_lse": True, "backend": backend}
+    packed, padded = [], []
+    for heads, which, width in ((h, 0, 9), (hkv, 1, 9), (hkv, 1, 20)):
+        x = rng.standard_normal((b, most[which], heads, width), np.float32)
+        there = np.arange(most[which]) < lengths[:, which, None]
+        packed.append(x[there])
+        x[~there] = np.nan
+        padded.append(x)
+    cu = np.zeros((b + 1, 2), int)
+    cu[1:] = np.cumsum(lengths, axis=0)
+    output, lse = qkv_ext.varlen_attention(*packed, cu[:, 0], cu[:, 1], **options)
+    expected = sdpa(*padded, layout="blhd", q_lengths=lengths[:, 0], kv_lengths=lengths[:, 1],
+                    **options)  # fmt: skip
+    there = np.arange(most[0]) < lengths[:, :1]
+    assert_same(output, expected[0][there], backend)
+    assert_same(lse, expected[1].swapaxes(1, 2)[there], backend)
 
 
 @settings(max_examples=60)

@@ -5,10 +5,12 @@ The error rule holds for each array that a call returns:
     max |error| <= 2 max |error of the plain float32 formula| + 4 eps max |truth|
 
 The plain formula is computed twice, with NumPy's matmul and with sums that take one term after the
-other, and the farther one counts.  So no test holds a tolerance that was tuned by hand.
+other, and the farther one counts.  So no test holds a tolerance that was tuned by hand.  Half a
+unit of the dtype is added where an array of float16 or bfloat16 was rounded to it.
 """
 
 import numpy as np
+import oracle
 
 F32 = np.finfo(np.float32)
 
@@ -42,34 +44,11 @@ def mask_in_float32(mask):
     return np.where(np.isinf(mask), mask, held).astype(np.float32)
 
 
-def plain_attention(q, k, v, way, *, mask=None, causal=False, align="bottom-right", scale=None):
+def plain_attention(q, k, v, way, **options):
     """(output, weights, lse) of the plain formula in float32."""
     matmul, add_up = way
-    scale = np.float32(1 / np.sqrt(q.shape[-1]) if scale is None else scale)
-    if q.ndim >= 4 and q.shape[-3]:
-        k, v = (np.repeat(x, q.shape[-3] // x.shape[-3], axis=-3) for x in (k, v))
-    lead = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
-    q = np.broadcast_to(q, (*lead, *q.shape[-2:]))
-    scores = matmul(q * scale, k.swapaxes(-1, -2))
-    length, s = scores.shape[-2:]
-    allowed = np.ones(scores.shape, bool)
-    if causal:
-        allowed &= np.tri(length, s, s - length if align == "bottom-right" else 0, bool)
-    mask = mask_in_float32(mask)
-    if mask is not None:
-        scores = scores if mask.dtype == bool else scores + mask
-        allowed &= mask if mask.dtype == bool else mask != -np.inf
-    scores[~allowed] = -np.inf
-    empty = ~allowed.any(axis=-1)
-    top = scores.max(axis=-1, initial=-np.inf)
-    top[empty] = 0
-    terms = np.exp(scores - top[..., None])
-    total = add_up(terms)
-    lse = np.full(top.shape, -np.inf, np.float32)
-    lse[~empty] = top[~empty] + np.log(total[~empty])
-    total[empty] = 1
-    weights = terms / total[..., None]
-    return matmul(weights, v), weights, lse
+    options["mask"] = mask_in_float32(options.get("mask"))
+    return oracle.attention(q, k, v, dtype=np.float32, matmul=matmul, add_up=add_up, **options)
 
 
 def largest(x, minus=0.0):
@@ -85,13 +64,27 @@ def allowed_error(truth, *plain):
     return 2 * max(errors) + 4 * float(F32.eps) * largest(truth)
 
 
-def assert_within(actual, truth, bound, what="output"):
+def half_unit(x, dtype):
+    """Half of the last place of the numbers of x in float16 or bfloat16; nothing in float32."""
+    if dtype == np.float32:
+        return 0.0
+    digits, least = (10, -14) if dtype == np.float16 else (7, -126)
+    exponent = np.frexp(x)[1] - 1  # 2 ** exponent <= |x| < 2 ** (exponent + 1)
+    return np.ldexp(0.5, np.maximum(exponent, least) - digits)
+
+
+def assert_within(actual, truth, bound, what="output", dtype=np.float32):
     """The error rule; where the truth is infinite or NaN, the result is the same."""
     assert actual.shape == truth.shape, what
-    assert actual.dtype == np.float32, what
+    assert actual.dtype == dtype, what
+    actual = actual.astype(np.float64)
     finite = np.isfinite(truth)
     np.testing.assert_array_equal(actual[~finite], truth[~finite], err_msg=what)
     assert np.isfinite(actual[finite]).all(), f"{what} is not finite where the truth is"
+    if dtype != np.float32:  # before its one rounding it is within the bound
+        error = np.abs(actual[finite] - truth[finite])
+        actual = np.maximum(error - half_unit(np.abs(truth[finite]) + bound, dtype), 0)
+        truth = 0.0
     error = largest(actual, truth)
     assert error <= bound, f"{what}: error {error:.3g}, allowed {bound:.3g}"
 
