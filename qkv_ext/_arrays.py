@@ -165,7 +165,7 @@ def switch(value: object, name: str) -> bool:
     raise TypeError(f"{name} is {value!r}; expected True or False")
 
 
-def number(given: Any, name: str, kind: str) -> Any:
+def number(given: Any, name: str, kind: str, range_: str) -> float:
     """A real number that float32 can hold: a Python or NumPy one, or an array of rank 0."""
     value = given
     if isinstance(value, np.ndarray) and value.ndim == 0:
@@ -176,7 +176,7 @@ def number(given: Any, name: str, kind: str) -> Any:
         raise TypeError(f"{name} is {given!r}; expected a {kind} number or None")
     value = value if isinstance(value, int) else float(value)  # an int may be beyond any float
     if not -_LARGEST <= value <= _LARGEST:
-        raise ValueError(f"{name} is {given!r}; expected a finite float32 number or None")
+        raise ValueError(f"{name} is {given!r}; expected a {range_} number or None")
     return float(value)
 
 
@@ -186,7 +186,7 @@ def scale(given: Any, d: int) -> float:
         if d == 0:
             raise ValueError("scale is None, but D is 0 and 1/√0 is no number; give a scale")
         return 1.0 / math.sqrt(d)
-    return float(number(given, "scale", "real"))
+    return number(given, "scale", "real", "finite float32")
 
 
 def choice(value: object, name: str, choices: tuple[str, ...]) -> None:

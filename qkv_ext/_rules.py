@@ -39,21 +39,27 @@ CAUSAL = Rules(right=0)
 ITEM, Q_START, Q_LENGTH, Q_ROOM, K_START, K_LENGTH, SHIFT = range(7)
 
 
+def _shape(value: Any, name: str, wanted: str) -> tuple[int, ...]:
+    """The shape of a number or of nested sequences of numbers."""
+    try:
+        return np.shape(value)
+    except ValueError:  # rows of several lengths
+        raise ValueError(f"{name} is {value!r}; expected {wanted}") from None
+
+
 def integers(value: Any, name: str, count: int | None, least: int, most: int) -> Array:
     """An integer (count None) or integers (count,) of any dtype, as int64 within their bounds."""
     wanted = "an integer" if count is None else f"integers ({count},)"
-    try:
-        array = np.asarray(value)
-    except ValueError:  # rows of several lengths
-        raise ValueError(f"{name} is {value!r}; expected {wanted}") from None
+    shape = _shape(value, name, wanted)
+    array = np.asarray(value)
     if array.size == 0 and not isinstance(value, np.ndarray):
         array = array.astype(np.int64)  # an empty list has no dtype of its own
     wide = array.dtype.kind == "O" and all(isinstance(n, int) for n in array.flat)
     if not (array.dtype.kind in "iu" or wide) or isinstance(value, bool):
         raise TypeError(f"{name} has dtype {array.dtype}; expected integers")
-    if array.shape != (() if count is None else (count,)):
+    if shape != (() if count is None else (count,)):
         wanted = "an integer" if count is None else f"shape ({count},)"
-        raise ValueError(f"{name} has shape {array.shape}; expected {wanted}")
+        raise ValueError(f"{name} has shape {shape}; expected {wanted}")
     low, high = (int(array.min()), int(array.max())) if array.size else (least, least)
     if low < least or high > most:
         beyond = low if low < least else high
@@ -80,7 +86,7 @@ def _window(window: Any) -> tuple[int, int]:
 
 
 def _softcap(softcap: Any) -> float:
-    value = float(_arrays.number(softcap, "softcap", "positive"))
+    value = _arrays.number(softcap, "softcap", "positive", "positive finite")
     if not np.float32(value) > 0:
         raise ValueError(f"softcap is {softcap!r}; expected a positive finite number or None")
     return value
@@ -88,10 +94,8 @@ def _softcap(softcap: Any) -> float:
 
 def per_head(value: Any, name: str, shapes: tuple[tuple[int, ...], ...], dtype: Any) -> Array:
     """Floats of one of the shapes, in the compute dtype."""
-    try:
-        array = np.asarray(value)
-    except ValueError:  # rows of several lengths
-        raise ValueError(f"{name} is {value!r}; expected an array") from None
+    _shape(value, name, "an array")
+    array = np.asarray(value)
     if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
         raise TypeError(f"{name} has dtype {array.dtype}; expected floating point")
     if array.shape not in shapes:
@@ -144,8 +148,8 @@ def spans(
     inner is how many items each of its entries has.
     """
     key = int(integers(key_offset, "key_offset", None, -OPEN, OPEN))
-    one_offset = query_offset is None or np.ndim(query_offset) == 0
-    if q_lengths is None and kv_lengths is None and one_offset:
+    rank = 0 if query_offset is None else len(_shape(query_offset, "query_offset", "integers"))
+    if q_lengths is None and kv_lengths is None and rank == 0:
         if query_offset is None:
             return (s - length if align == "bottom-right" else 0) - key, None
         return int(integers(query_offset, "query_offset", None, -OPEN, OPEN)) - key, None
@@ -158,8 +162,7 @@ def spans(
     if kv_lengths is not None:
         table[:, K_LENGTH] = integers(kv_lengths, "kv_lengths", batch, 0, s)
     if query_offset is not None:
-        number = None if np.ndim(query_offset) == 0 else batch
-        offset = integers(query_offset, "query_offset", number, -OPEN, OPEN)
+        offset = integers(query_offset, "query_offset", batch if rank else None, -OPEN, OPEN)
         table[:, SHIFT] = offset - key
     elif align == "bottom-right":
         table[:, SHIFT] = table[:, K_LENGTH] - table[:, Q_LENGTH] - key
@@ -172,8 +175,7 @@ def spans(
 
 def cumulative(value: Any, name: str, total: int) -> Array:
     """Cumulative lengths (N + 1,) of a packed batch: from 0, never falling, up to the total."""
-    value = value if isinstance(value, (list, tuple)) else np.asarray(value)
-    shape = value.shape if isinstance(value, np.ndarray) else (len(value),)
+    shape = _shape(value, name, "integers (N + 1,)")
     if len(shape) != 1 or shape[0] == 0:
         raise ValueError(f"{name} has shape {shape}; expected (N + 1,)")
     array = integers(value, name, shape[0], 0, total)
