@@ -49,7 +49,8 @@ cdef extern from "kernels.h" nogil:
         void (*weights)(const float *x, float max, float factor, float *y,
                         Py_ssize_t n) noexcept nogil
         void (*softmax)(const float *x, float *y, Py_ssize_t n) noexcept nogil
-        void (*widen)(int kind, const uint16_t *x, float *y, Py_ssize_t n) noexcept nogil
+        void (*widen)(int kind, const uint16_t *x, Py_ssize_t ldx, float *y, Py_ssize_t m,
+                      Py_ssize_t n, const uint16_t *next, Py_ssize_t ldn) noexcept nogil
         void (*narrow)(int kind, const float *x, uint16_t *y, Py_ssize_t n) noexcept nogil
         void (*exp)(const float *x, float *y, Py_ssize_t n) noexcept nogil
         void (*tanh)(const float *x, float *y, Py_ssize_t n) noexcept nogil

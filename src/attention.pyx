@@ -127,6 +127,14 @@ cdef struct Place:
     const char *v
 
 
+# Rows that come next, to be prefetched while others are read; NOTHING where none are.
+cdef struct Ahead:
+    const char *rows
+    Py_ssize_t stride    # in bytes
+
+cdef Ahead NOTHING = Ahead(NULL, 0)
+
+
 include "tiles.pxi"
 include "rows.pxi"
 

@@ -32,7 +32,7 @@ cdef void start_rows(const Call *call, const Place *at, Desk *desk) noexcept nog
         source = item.q + h * call.q_head + i * call.q_row
         target = desk.q + r * call.D
         if call.kind != QKV_FLOAT32:
-            call.ops.widen(call.kind, <const uint16_t *> source, target, call.D)
+            call.ops.widen(call.kind, <const uint16_t *> source, 0, target, 1, call.D, NULL, 0)
             source = <const char *> target
         call.ops.scaled(<const float *> source, call.scale, target, call.D)
 
@@ -89,7 +89,7 @@ cdef void plain_row(const Call *call, const Place *at, Desk *desk, Py_ssize_t r,
     cdef const float *k
     for tile from row.lo // TILE * TILE <= tile < row.hi by TILE:
         n = min(TILE, row.hi - tile)
-        k = rows_of(call, at.k, call.k_row, tile, n, call.D, desk.k_rows, &ld)
+        k = rows_of(call, at.k, call.k_row, tile, n, call.D, desk.k_rows, &ld, &NOTHING)
         call.ops.dots(desk.q + r * call.D, call.D, k, ld, line + tile, TILE, 1, n, call.D, NULL, 0)
         call.ops.adjust(line + tile, n, tile, row)
     for j in range(row.lo, row.hi):
@@ -119,7 +119,7 @@ cdef void plain_row(const Call *call, const Place *at, Desk *desk, Py_ssize_t r,
     for j in range(row.lo, row.hi if not isnan(sum) else row.lo):
         if allowed(row, j):
             weight = line[j] / sum
-            v = rows_of(call, at.v, call.v_row, j, 1, call.Dv, desk.v_rows, &ld)
+            v = rows_of(call, at.v, call.v_row, j, 1, call.Dv, desk.v_rows, &ld, &NOTHING)
             for d in range(call.Dv):
                 out[d] += weight * v[d]
 

@@ -42,15 +42,14 @@ cdef size_t lay_desk(const Call *call, char *memory, Desk *desk) noexcept nogil:
 
 cdef const float *rows_of(const Call *call, const char *base, Py_ssize_t stride,
                           Py_ssize_t first, Py_ssize_t n, Py_ssize_t width, float *copy,
-                          Py_ssize_t *ld) noexcept nogil:
+                          Py_ssize_t *ld, const Ahead *ahead) noexcept nogil:
     """n rows of K or V as floats: in place, or widened into the copy; ld is their distance."""
-    cdef Py_ssize_t j
     if call.kind == QKV_FLOAT32:
         ld[0] = stride // <Py_ssize_t> sizeof(float)
         return <const float *> (base + first * stride)
-    for j in range(n):
-        call.ops.widen(call.kind, <const uint16_t *> (base + (first + j) * stride),
-                       copy + j * width, width)
+    call.ops.widen(call.kind, <const uint16_t *> (base + first * stride),
+                   stride // <Py_ssize_t> sizeof(uint16_t), copy, n, width,
+                   <const uint16_t *> ahead.rows, ahead.stride // <Py_ssize_t> sizeof(uint16_t))
     ld[0] = width
     return copy
 
@@ -66,7 +65,7 @@ cdef const float *packed_tile(const Call *call, const Place *at, Desk *desk,
     cdef const float *k
     if kept and desk.packed[tile // TILE]:
         return panels
-    k = rows_of(call, at.k, call.k_row, tile, n, call.D, desk.k_rows, &ld)
+    k = rows_of(call, at.k, call.k_row, tile, n, call.D, desk.k_rows, &ld, &NOTHING)
     for c from 0 <= c < n by PANEL:
         call.ops.pack(k + c * ld, ld, panels + c * call.D, min(PANEL, n - c), call.D)
     if kept:
@@ -76,7 +75,7 @@ cdef const float *packed_tile(const Call *call, const Place *at, Desk *desk,
 
 cdef void find_columns(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile,
                        Py_ssize_t n, Py_ssize_t step) noexcept nogil:
-    """The columns start <= c < end of a tile that each step rows need, start on a panel; or none."""
+    """The columns start <= c < end of a tile that each step rows need, from a panel on; or none."""
     cdef Py_ssize_t r, lo, hi, start, end
     for r from 0 <= r < at.m by step:
         start, end = 0, n
@@ -89,13 +88,16 @@ cdef void find_columns(const Call *call, const Place *at, Desk *desk, Py_ssize_t
 
 
 cdef void score_tile(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile, Py_ssize_t n,
-                     Py_ssize_t step, const float *next, Py_ssize_t ldn) noexcept nogil:
+                     Py_ssize_t step, const Ahead *ahead) noexcept nogil:
     """scores[m, n] = Q Kᵀ of a tile, for step rows at a time and no further than they see."""
     cdef Py_ssize_t lds = TILE + LANES, r, c, d, cols, depth, ld
     cdef const float *k
     if at.item.direct:
-        k = rows_of(call, at.k, call.k_row, tile, n, call.D, desk.k_rows, &ld)
-        call.ops.dots(desk.q, call.D, k, ld, desk.scores, lds, at.m, n, call.D, next, ldn)
+        k = rows_of(call, at.k, call.k_row, tile, n, call.D, desk.k_rows, &ld, ahead)
+        if call.kind != QKV_FLOAT32:
+            ahead = &NOTHING  # while the rows were widened
+        call.ops.dots(desk.q, call.D, k, ld, desk.scores, lds, at.m, n, call.D,
+                      <const float *> ahead.rows, ahead.stride // <Py_ssize_t> sizeof(float))
         return
     k = packed_tile(call, at, desk, tile)
     for c from 0 <= c < n by PANEL:
@@ -140,8 +142,7 @@ cdef bint walk(const Call *call, const Place *at, Desk *desk, bint clean, int wo
     cdef Py_ssize_t lds = TILE + LANES, lo, hi, tile, n, step, r, m, start, end, ldv
     cdef Py_ssize_t common_lo = 0, common_hi = at.item.S
     cdef const float *v
-    cdef const float *next_k
-    cdef const float *next_v
+    cdef Ahead values, keys
     cdef qkv_row *row
     for r in range(at.m):
         row = &desk.rows[r]
@@ -163,15 +164,16 @@ cdef bint walk(const Call *call, const Place *at, Desk *desk, bint clean, int wo
         step = at.m
         if not at.item.direct and not (common_lo <= tile and tile + n <= common_hi):
             step = call.ops.rows
-        next_k = next_v = NULL
-        if at.item.direct and call.kind == QKV_FLOAT32:  # what memory is to fetch meanwhile
-            next_v = <const float *> (at.v + tile * call.v_row)
-            if tile + TILE < hi:
-                next_k = <const float *> (at.k + (tile + TILE) * call.k_row)
+        values = keys = NOTHING
+        if at.item.direct:  # what memory is to fetch meanwhile
+            values = Ahead(at.v + tile * call.v_row, call.v_row)
+            if tile + 2 * TILE <= hi:
+                keys = Ahead(at.k + (tile + TILE) * call.k_row, call.k_row)
         find_columns(call, at, desk, tile, n, step)
-        score_tile(call, at, desk, tile, n, step, next_v,
-                   call.v_row // <Py_ssize_t> sizeof(float))
-        v = rows_of(call, at.v, call.v_row, tile, n, call.Dv, desk.v_rows, &ldv)
+        score_tile(call, at, desk, tile, n, step, &values)
+        v = rows_of(call, at.v, call.v_row, tile, n, call.Dv, desk.v_rows, &ldv, &keys)
+        if call.kind != QKV_FLOAT32:
+            keys = NOTHING
         if clean:
             v = clean_tile(call, at, desk, tile, n, v, &ldv)
         for r from 0 <= r < at.m by step:
@@ -183,5 +185,6 @@ cdef bint walk(const Call *call, const Place *at, Desk *desk, bint clean, int wo
                                   desk.rows + r, desk.factor + r)
             call.ops.product(desk.scores + r * lds + start, lds, v + start * ldv, ldv,
                              desk.part.sums + r * call.Dv, call.Dv, desk.factor + r, m, call.Dv,
-                             end - start, next_k, call.k_row // <Py_ssize_t> sizeof(float))
+                             end - start, <const float *> keys.rows,
+                             keys.stride // <Py_ssize_t> sizeof(float))
     return True

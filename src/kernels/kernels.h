@@ -83,8 +83,12 @@ typedef struct {
     /* y[n] = softmax(x[n]): the plain formula, NaN where it is NaN. */
     void (*softmax)(const float *x, float *y, ptrdiff_t n);
 
-    /* y[n] = x[n] from and to QKV_FLOAT16 or QKV_BFLOAT16, to the nearest, ties to even. */
-    void (*widen)(int kind, const uint16_t *x, float *y, ptrdiff_t n);
+    /* y[m, n] n = x[m, n] ldx, from QKV_FLOAT16 or QKV_BFLOAT16.
+       next[m, n] ldn is prefetched meanwhile, unless it is NULL. */
+    void (*widen)(int kind, const uint16_t *x, ptrdiff_t ldx, float *y, ptrdiff_t m, ptrdiff_t n,
+                  const uint16_t *next, ptrdiff_t ldn);
+
+    /* y[n] = x[n] the other way, to the nearest, ties to even. */
     void (*narrow)(int kind, const float *x, uint16_t *y, ptrdiff_t n);
 
     /* y[n] = exp(x[n]) and tanh(x[n]), for tests of the polynomials. */

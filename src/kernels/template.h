@@ -347,18 +347,34 @@ static void weights(const float *x, float max, float factor, float *y, ptrdiff_t
     if (j < n) v_store_n(y + j, v_mul(f, v_exp(v_sub(v_load_n(x + j, n - j), top))), n - j);
 }
 
-static void widen(int kind, const uint16_t *x, float *y, ptrdiff_t n) {
-    for (ptrdiff_t j = 0; j < n; j += VL) {
-        uint16_t edge[VL] = {0};
-        float lanes[VL];
-        if (VL == 1 || n - j >= VL) {
-            v_store(y + j, kind == QKV_FLOAT16 ? v_from_half(x + j) : v_from_bfloat(x + j));
-            continue;
+static ALWAYS_INLINE vec from_kind(const int kind, const uint16_t *p) {
+    return kind == QKV_FLOAT16 ? v_from_half(p) : v_from_bfloat(p);
+}
+
+static ALWAYS_INLINE void widen_rows(const int kind, const uint16_t *x, ptrdiff_t ldx, float *y,
+                                     ptrdiff_t m, ptrdiff_t n, const uint16_t *next,
+                                     ptrdiff_t ldn) {
+    const ptrdiff_t whole = n / VL * VL;
+    const size_t rest = (size_t)(n - whole);
+    for (ptrdiff_t i = 0; i < m; i++, x += ldx, y += n) {
+        for (ptrdiff_t j = 0; j < whole; j += VL) {
+            if (next && j % (2 * LINE) == 0) PREFETCH(next + i * ldn + j);
+            v_store(y + j, from_kind(kind, x + j));
         }
-        memcpy(edge, x + j, (size_t)(n - j) * sizeof *x);
-        v_store(lanes, kind == QKV_FLOAT16 ? v_from_half(edge) : v_from_bfloat(edge));
-        memcpy(y + j, lanes, (size_t)(n - j) * sizeof *y);
+        if (rest) {
+            uint16_t edge[VL] = {0};
+            memcpy(edge, x + whole, rest * sizeof *x);
+            v_store_n(y + whole, from_kind(kind, edge), (ptrdiff_t)rest);
+        }
     }
+}
+
+static void widen(int kind, const uint16_t *x, ptrdiff_t ldx, float *y, ptrdiff_t m, ptrdiff_t n,
+                  const uint16_t *next, ptrdiff_t ldn) {
+    if (kind == QKV_FLOAT16)
+        widen_rows(QKV_FLOAT16, x, ldx, y, m, n, next, ldn);
+    else
+        widen_rows(QKV_BFLOAT16, x, ldx, y, m, n, next, ldn);
 }
 
 static void narrow(int kind, const float *x, uint16_t *y, ptrdiff_t n) {
