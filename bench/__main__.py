@@ -2,7 +2,9 @@
 
 Each rival runs in a process of its own with the same number of threads, they take turns in rounds,
 and every result is checked against float64 first.  What is printed is the median over the rounds,
-and the ratio to each rival; the spread is that of qkv_ext, as a share of its median.
+the ratio to each rival, and the share of what the machine could do in that same minute: its FMA
+peak, or for a decode step its read bandwidth over as many bytes as K and V have.  The spread is
+that of qkv_ext, as a share of its median.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from typing import Any
 
 import numpy as np
 
+import qkv_ext
 from bench.cases import CASES, Case
+from bench.machine import Machine
 from bench.rivals import RIVALS
 
 LARGEST_ERROR = 1e-5
@@ -49,7 +53,21 @@ class Worker:
         return json.loads(line) if line else {"failed": "the process ended"}
 
 
-def run(case: Case, workers: dict[str, Worker], rounds: int, seconds: float) -> dict[str, Any]:
+def limit(case: Case, machine: Machine, threads: int) -> float | None:
+    """What the machine could do of the case's unit."""
+    if case.decode:
+        return machine.read_bandwidth(int(case.work), threads)
+    return machine.fma_peak(qkv_ext.backends()[-1], threads)
+
+
+def run(
+    case: Case,
+    workers: dict[str, Worker],
+    machine: Machine,
+    rounds: int,
+    seconds: float,
+    threads: int,
+) -> dict[str, Any]:
     """Seconds of every rival in every round, for those that computed the case right."""
     row: dict[str, Any] = {"case": case.name, "unit": case.unit, "seconds": {}, "notes": []}
     for name, worker in workers.items():
@@ -64,6 +82,7 @@ def run(case: Case, workers: dict[str, Worker], rounds: int, seconds: float) -> 
     for _ in range(rounds):
         for name, times in row["seconds"].items():
             times.append(workers[name].ask(seconds=seconds)["seconds"])
+    row["limit"] = limit(case, machine, threads)
     return row
 
 
@@ -77,8 +96,13 @@ def show(case: Case, row: dict[str, Any]) -> str:
         ratio = f" ({seconds / own:5.2f}x)" if own and name != "qkv_ext" else ""
         cells.append(f"{name} {rate}{ratio}")
     times = row["seconds"].get("qkv_ext", [])
-    spread = f"spread {(max(times) - min(times)) / own:4.0%}" if own else ""
-    return "  ".join([f"{case.name:28}", *cells, spread, *row["notes"]])
+    notes = list(row["notes"])
+    if own and row["limit"] and case.work >= 1e6:
+        share = case.work / own / 1e9 / row["limit"]
+        notes.insert(0, f"{share:4.0%} of {row['limit']:.0f} {case.unit}")
+    if own:
+        notes.insert(0, f"spread {(max(times) - min(times)) / own:4.0%}")
+    return "  ".join([f"{case.name:28}", *cells, *notes])
 
 
 def main() -> None:
@@ -91,11 +115,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     workers = {name: Worker(name, options.threads) for name in options.rivals.split(",")}
-    rows = []
+    machine, rows = Machine(), []
     for case in CASES:
         if options.cases not in case.name:
             continue
-        rows.append(run(case, workers, options.rounds, options.seconds))
+        rows.append(run(case, workers, machine, options.rounds, options.seconds, options.threads))
         if not options.json:
             print(show(case, rows[-1]), flush=True)
     if options.json:

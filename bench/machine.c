@@ -1,0 +1,108 @@
+/* The limits of this machine, measured in the same run as everything else: fused multiply-add peak
+   by instruction set, and read bandwidth.  Compiled on demand by machine.py; never part of a wheel.
+
+   cc -O3 -shared -fPIC machine.c -o machine.so -lpthread */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stddef.h>
+#include <time.h>
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + t.tv_nsec * 1e-9;
+}
+
+/* One measurement on every thread at once; a thread writes its rate, in units of 1e9 a second. */
+typedef struct {
+    double (*measure)(const float *data, size_t n);
+    const float *data;
+    size_t n;
+    double rate;
+} work;
+
+static void *run(void *argument) {
+    work *w = argument;
+    w->rate = w->measure(w->data, w->n);
+    return NULL;
+}
+
+static double on_threads(double (*measure)(const float *, size_t), const float *data, size_t n,
+                         int threads) {
+    enum { MOST = 256 };
+    static work works[MOST];
+    pthread_t ids[MOST];
+    double sum = 0.0;
+    int started = 0;
+    if (threads > MOST) threads = MOST;
+    for (int i = 0; i < threads; i++) {
+        works[i] = (work){measure, data ? data + i * (n / threads) : NULL, n / threads, 0.0};
+        if (pthread_create(&ids[i], NULL, run, &works[i])) break;
+        started++;
+    }
+    for (int i = 0; i < started; i++) pthread_join(ids[i], NULL);
+    for (int i = 0; i < started; i++) sum += works[i].rate;
+    return sum;
+}
+
+/* Sixteen independent chains of lanes lanes, enough to fill two pipelines of latency four. */
+#define FMA_RATE(name, attributes, vector, lanes, fma)                                             \
+    attributes static double name(const float *data, size_t n) {                                   \
+        enum { CHAINS = 16, STEPS = 4000000 };                                                     \
+        vector acc[CHAINS], factor = (vector){0} + 0.999f, add = (vector){0} + 0.001f;             \
+        double start, seconds;                                                                     \
+        volatile float sink;                                                                       \
+        (void)data;                                                                                \
+        (void)n;                                                                                   \
+        for (int i = 0; i < CHAINS; i++) acc[i] = (vector){0} + (float)i;                          \
+        start = now();                                                                             \
+        for (long t = 0; t < STEPS; t++)                                                           \
+            _Pragma("GCC unroll 16") for (int i = 0; i < CHAINS; i++) acc[i] =                     \
+                fma(acc[i], factor, add);                                                          \
+        seconds = now() - start;                                                                   \
+        for (int i = 1; i < CHAINS; i++) acc[0] += acc[i];                                         \
+        sink = acc[0][0];                                                                          \
+        (void)sink;                                                                                \
+        return 2.0 * CHAINS * lanes * STEPS / seconds / 1e9;                                       \
+    }
+
+#define TIMES_PLUS(a, b, c) ((a) * (b) + (c))
+typedef float four __attribute__((vector_size(16)));
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+FMA_RATE(fma_scalar, , four, 4, TIMES_PLUS)
+FMA_RATE(fma_avx2, __attribute__((target("avx2,fma"))), __m256, 8, _mm256_fmadd_ps)
+FMA_RATE(fma_avx512, __attribute__((target("avx512f"))), __m512, 16, _mm512_fmadd_ps)
+#else
+FMA_RATE(fma_scalar, , four, 4, TIMES_PLUS)
+#endif
+
+/* GFLOP/s of an instruction set by its name in qkv_ext, 0 for an unknown one; the caller knows that
+   the machine can run it.  "scalar" is the baseline of the ABI, four lanes of the compiler's. */
+double fma_peak(const char *isa, int threads) {
+#if defined(__x86_64__)
+    if (isa[0] == 'a' && isa[3] == '5') return on_threads(fma_avx512, NULL, 0, threads);
+    if (isa[0] == 'a') return on_threads(fma_avx2, NULL, 0, threads);
+#endif
+    return isa[0] == 's' || isa[0] == 'n' ? on_threads(fma_scalar, NULL, 0, threads) : 0.0;
+}
+
+static double read_rate(const float *data, size_t n) {
+    const four *p = (const four *)data;
+    four sums[8] = {{0}};
+    double start = now();
+    volatile float sink;
+    for (size_t i = 0; i + 8 <= n / 4; i += 8)
+        _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++) sums[j] += p[i + j];
+    start = now() - start;
+    for (int j = 1; j < 8; j++) sums[0] += sums[j];
+    sink = sums[0][0];
+    (void)sink;
+    return n * sizeof(float) / start / 1e9;
+}
+
+/* GB/s of a streaming sum over n floats, aligned to 16 bytes, each thread over its own share. */
+double read_bandwidth(const float *data, size_t n, int threads) {
+    return on_threads(read_rate, data, n / 1024 * 1024, threads);
+}
