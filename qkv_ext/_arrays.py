@@ -18,7 +18,6 @@ FLOAT32 = np.dtype(np.float32)
 FLOAT64 = np.dtype(np.float64)
 FLOAT16 = np.dtype(np.float16)
 _KNOWN: dict[Any, np.dtype[Any]] = {FLOAT32: FLOAT32, FLOAT64: FLOAT64, FLOAT16: FLOAT16}
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 def _array(x: Any, name: str) -> Array:
@@ -27,9 +26,10 @@ def _array(x: Any, name: str) -> Array:
         if isinstance(x, np.ma.MaskedArray):
             raise TypeError(f"{name} is a numpy.ma.MaskedArray; expected a plain array and mask=")
         return x.view(np.ndarray)
-    if hasattr(x, "__dlpack__"):
-        return np.from_dlpack(x)
-    return np.asarray(x)
+    try:
+        return np.from_dlpack(x) if hasattr(x, "__dlpack__") else np.asarray(x)
+    except (ValueError, BufferError, RuntimeError) as error:  # ragged lists, arrays elsewhere
+        raise TypeError(f"{name} is no array that the CPU can read: {error}") from error
 
 
 def operand(x: Any, name: str, least: int) -> Array:
@@ -46,13 +46,21 @@ def operand(x: Any, name: str, least: int) -> Array:
         axes = "1 axis" if least == 1 else f"{least} axes"
         raise ValueError(f"{name} has shape {array.shape}; expected at least {axes}")
     if not array.dtype.isnative:
-        array = array.astype(dtype)
+        array = converted(array, dtype)
     elif array.dtype is not dtype:  # another object for the same dtype
         array = array.view(dtype)
     strided = array.ndim and array.strides[-1] != array.itemsize and array.shape[-1] > 1
     if strided or not array.flags.aligned:
-        array = np.array(array, order="C")
+        array = converted(array, dtype)
     return array
+
+
+def converted(x: Array, dtype: np.dtype[Any]) -> Array:
+    """A native copy in a dtype, with contiguous rows; axes that are broadcast stay so."""
+    cut = tuple(slice(0, 1) if step == 0 else slice(None) for step in x.strides[:-1])
+    with np.errstate(all="ignore"):
+        copy = np.array(x[cut], dtype, order="C")
+    return copy if copy.shape == x.shape else np.broadcast_to(copy, x.shape)
 
 
 _FLOATS = "float32, float64, float16 or bfloat16"
@@ -60,7 +68,7 @@ _FLOATS = "float32, float64, float16 or bfloat16"
 
 def compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """float16 and bfloat16 are storage: they are computed in float32."""
-    return FLOAT64 if dtype is FLOAT64 else FLOAT32
+    return FLOAT64 if dtype == FLOAT64 else FLOAT32
 
 
 def same_dtype(**arrays: Array) -> None:
@@ -120,7 +128,7 @@ def target(
 
 def finite_as(x: Array, dtype: np.dtype[Any]) -> Array:
     """x in another float dtype, its finite values held at the finite limits of that dtype."""
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
         narrow: Array = x.astype(dtype)
     if x.dtype.itemsize > dtype.itemsize:
         beyond = np.isinf(narrow) & np.isfinite(x)
@@ -165,8 +173,8 @@ def switch(value: object, name: str) -> bool:
     raise TypeError(f"{name} is {value!r}; expected True or False")
 
 
-def number(given: Any, name: str, kind: str, range_: str) -> float:
-    """A real number that float32 can hold: a Python or NumPy one, or an array of rank 0."""
+def number(given: Any, name: str, kind: str, range_: str, dtype: np.dtype[Any]) -> float:
+    """A real number that a dtype can hold: a Python or NumPy one, or an array of rank 0."""
     value = given
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
@@ -175,22 +183,23 @@ def number(given: Any, name: str, kind: str, range_: str) -> float:
     ):
         raise TypeError(f"{name} is {given!r}; expected a {kind} number or None")
     value = value if isinstance(value, int) else float(value)  # an int may be beyond any float
-    if not -_LARGEST <= value <= _LARGEST:
+    largest = float(np.finfo(dtype).max)
+    if not -largest <= value <= largest:
         raise ValueError(f"{name} is {given!r}; expected a {range_} number or None")
     return float(value)
 
 
-def scale(given: Any, d: int) -> float:
+def scale(given: Any, d: int, dtype: np.dtype[Any]) -> float:
     """The scale as a float; 1/√D where none is given."""
     if given is None:
         if d == 0:
             raise ValueError("scale is None, but D is 0 and 1/√0 is no number; give a scale")
         return 1.0 / math.sqrt(d)
-    return number(given, "scale", "real", "finite float32")
+    return number(given, "scale", "real", f"finite {dtype}", dtype)
 
 
 def choice(value: object, name: str, choices: tuple[str, ...]) -> None:
     """Raise unless the value is one of the choices."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         kind = ValueError if isinstance(value, str) else TypeError
         raise kind(f"{name} is {value!r}; expected {' or '.join(map(repr, choices))}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -142,6 +143,14 @@ DEFAULT = _TABLE[ASKED_FOR] if ASKED_FOR else list(_TABLE.values())[-1]
 _warned = False
 
 
+def _levels_to_caller() -> int:
+    """How far up from whoever asks the first frame outside this package is."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("qkv_ext."):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 def choose(name: str | None, dtype: np.dtype[Any]) -> Backend:
     """The backend of one call: the one that is named, or the default.
 
@@ -157,7 +166,7 @@ def choose(name: str | None, dtype: np.dtype[Any]) -> Backend:
             warnings.warn(
                 f"float64 is computed by the NumPy backend; {DEFAULT.name} computes float32 only",
                 PerformanceWarning,
-                stacklevel=4,
+                stacklevel=_levels_to_caller(),
             )
         return _TABLE["numpy"]
     try:

@@ -69,7 +69,7 @@ def deliver(arrays: tuple[Array, ...], copies: Copies) -> Any:
     rows are strided, and arrays of float16 or bfloat16 that are computed in float32.
     """
     for target, computed in copies:
-        with np.errstate(over="ignore"):
+        with np.errstate(all="ignore"):
             target[...] = computed
     return arrays[0] if len(arrays) == 1 else arrays
 
@@ -157,10 +157,10 @@ def attention(
             raise ValueError(f"{_shapes(given)}; their leading axes do not broadcast") from None
 
     # options
-    scale = 1.0 / math.sqrt(d) if scale is None and d else _arrays.scale(scale, d)
     if align != "bottom-right":
         _arrays.choice(align, "align", ("bottom-right", "top-left"))
     compute = dtype if dtype is FLOAT32 else _arrays.compute_dtype(dtype)
+    scale = 1.0 / math.sqrt(d) if scale is None and d else _arrays.scale(scale, d, compute)
     inner = 1 if rank < 5 else math.prod(lead[1:])
     if window is softcap is alibi_slopes is sinks is None and (causal is False or causal is True):
         rules = CAUSAL if causal else PLAIN
@@ -286,7 +286,8 @@ def _result(
 
 def _computed(x: Array) -> Array:
     """float16 and bfloat16 as float32; everything else as it is."""
-    return x.astype(_arrays.compute_dtype(x.dtype), copy=False)
+    compute = _arrays.compute_dtype(x.dtype)
+    return x if x.dtype == compute else _arrays.converted(x, compute)
 
 
 def matmul(a: Any, b: Any, out: Any, threads: Any, backend: Any) -> Checked[Product]:

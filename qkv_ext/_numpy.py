@@ -2,9 +2,9 @@
 
     output = softmax(scale Q Kᵀ, over the allowed keys) V
 
-It computes in the dtype of its inputs, float32 or float64.  Scores are made for a chunk of queries
-at a time, so that they never take more than a few MB.  Multiplications are left to NumPy's BLAS,
-and so is the number of threads.
+It computes in the dtype of its inputs, float32 or float64; 16-bit numbers are cast to float32.
+Scores are made for a chunk of queries at a time, so that they never take more than a few MB.
+Multiplications are left to NumPy's BLAS, and so is the number of threads.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from itertools import product as every
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from qkv_ext._arrays import FLOAT32, Array, converted
 
 if TYPE_CHECKING:
     from qkv_ext._check import Problem, Product, Rows
-
-Array = NDArray[Any]
 
 CHUNK = 1 << 20  #: scores held at a time
 
@@ -29,7 +28,7 @@ def attention(problem: Problem, isa: int = -1) -> None:
     """Write problem.out, and weights and lse where the problem has them."""
     with np.errstate(all="ignore"):  # NaN, inf and underflow are results here, not accidents
         if problem.q.dtype.itemsize == 2:  # float16 and bfloat16: cast once, computed in float32
-            q, k, v = (x.astype(np.float32) for x in (problem.q, problem.k, problem.v))
+            q, k, v = (converted(x, FLOAT32) for x in (problem.q, problem.k, problem.v))
             out = np.empty(problem.out.shape, np.float32)
             attention(problem._replace(q=q, k=k, v=v, out=out))
             problem.out[...] = out

@@ -5,59 +5,72 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from qkv_ext._arrays import Array, compute_dtype
 
 PANEL = 64  #: columns of a panel; PANEL of src/kernels/kernels.h
 _LINE = 64  #: bytes of a cache line
 
 
 class PackedWeight:
-    """A matrix (K, N) kept as panels of 64 columns, as ``pack_weight`` makes it.
+    """A matrix (K, N) kept as panels of 64 columns; made by ``pack_weight``, and by nothing else.
 
-    ``panels`` is (ceil(N / 64), K, 64), read-only and zero beyond column N.  The layout is the same
-    for every backend; NumPy multiplies the panels one by one.  It can be pickled and shared between
-    threads.
+    The layout is the same for every backend; NumPy multiplies the panels one by one.  It can be
+    pickled and shared between threads.
 
     Attributes
     ----------
     shape : tuple of int
         (K, N), the shape of the matrix.
     dtype : numpy.dtype
-        float32 or float64.
+        That of the matrix.
+    panels : array (ceil(N / 64), K, 64)
+        Read-only, zero beyond column N; float32 where the matrix is float16 or bfloat16.
     nbytes : int
         What the panels take in memory.
     """
 
-    __slots__ = ("panels", "shape")
+    __slots__ = ("_dtype", "_panels", "_shape")
 
-    panels: NDArray[Any]
-    shape: tuple[int, int]
+    _panels: Array
+    _shape: tuple[int, int]
+    _dtype: np.dtype[Any]
 
-    def __init__(self, panels: NDArray[Any], shape: tuple[int, int]) -> None:
-        self.panels = panels
-        self.shape = shape
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        raise TypeError("a PackedWeight is made by pack_weight(w)")
 
     @classmethod
-    def from_matrix(cls, w: NDArray[Any]) -> PackedWeight:
+    def from_matrix(cls, w: Array) -> PackedWeight:
         """The packed form of a checked matrix."""
         k, n = w.shape
         count = -(-n // PANEL)
-        room = np.zeros(count * k * PANEL + _LINE // w.itemsize, w.dtype)
-        skip = -room.ctypes.data % _LINE // w.itemsize  # the panels start on a cache line
+        compute = compute_dtype(w.dtype)
+        room = np.zeros(count * k * PANEL + _LINE // compute.itemsize, compute)
+        skip = -room.ctypes.data % _LINE // compute.itemsize  # the panels start on a cache line
         panels = room[skip : skip + count * k * PANEL].reshape(count, k, PANEL)
         for index in range(count):
             columns = w[:, index * PANEL : (index + 1) * PANEL]
             panels[index, :, : columns.shape[1]] = columns
         panels.flags.writeable = False
-        return cls(panels, (k, n))
+        packed = cls.__new__(cls)
+        packed._panels, packed._shape, packed._dtype = panels, (k, n), w.dtype
+        return packed
+
+    @property
+    def panels(self) -> Array:
+        return self._panels
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self._shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return self.panels.dtype
+        return self._dtype
 
     @property
     def nbytes(self) -> int:
-        return self.panels.nbytes
+        return self._panels.nbytes
 
     def __repr__(self) -> str:
         return f"PackedWeight(shape={self.shape}, dtype={self.dtype})"
@@ -65,4 +78,4 @@ class PackedWeight:
     def __reduce__(self) -> tuple[Any, ...]:
         k, n = self.shape
         matrix = self.panels.transpose(1, 0, 2).reshape(k, len(self.panels) * PANEL)[:, :n]
-        return PackedWeight.from_matrix, (np.ascontiguousarray(matrix),)
+        return PackedWeight.from_matrix, (matrix.astype(self.dtype),)

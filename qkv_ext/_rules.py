@@ -85,9 +85,9 @@ def _window(window: Any) -> tuple[int, int]:
     return sides[0], sides[1]
 
 
-def _softcap(softcap: Any) -> float:
-    value = _arrays.number(softcap, "softcap", "positive", "positive finite")
-    if not np.float32(value) > 0:
+def _softcap(softcap: Any, dtype: Any) -> float:
+    value = _arrays.number(softcap, "softcap", "positive", "positive finite", dtype)
+    if not dtype.type(value) > 0:
         raise ValueError(f"softcap is {softcap!r}; expected a positive finite number or None")
     return value
 
@@ -121,7 +121,7 @@ def rules(
         left, right = _window(window)
         result = result._replace(left=left, right=min(right, result.right))
     if softcap is not None:
-        result = result._replace(softcap=_softcap(softcap))
+        result = result._replace(softcap=_softcap(softcap, dtype))
     if alibi_slopes is not None:
         slopes = per_head(alibi_slopes, "alibi_slopes", ((h,), (batch, h)), dtype)
         result = result._replace(slopes=np.repeat(np.atleast_2d(slopes), inner, axis=0)

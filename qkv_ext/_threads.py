@@ -18,7 +18,7 @@ MOST = 256  #: what the pool of the compiled backends starts at most
 
 def _from_environment(environment: Mapping[str, str]) -> tuple[int, str] | None:
     for name in ("QKV_EXT_NUM_THREADS", "OMP_NUM_THREADS"):
-        value = environment.get(name, "").strip()
+        value = environment.get(name, "").partition(",")[0].strip()  # OpenMP: a number a level
         if not value:
             continue
         if value.isascii() and value.isdigit() and int(value) > 0:

@@ -117,6 +117,9 @@ def _checked(
 ) -> tuple[list[Array], list[Array]]:
     """Check a call of merge_attention."""
     _arrays.choice(layout, "layout", ("bhld", "blhd"))
+    for name, given in (("outputs", outputs), ("lses", lses)):
+        if not isinstance(given, Iterable):
+            raise TypeError(f"{name} is a {type(given).__name__}; expected a sequence of arrays")
     parts = [_arrays.operand(x, f"outputs[{n}]", 2) for n, x in enumerate(outputs)]
     logs = [_arrays.operand(x, f"lses[{n}]", 1) for n, x in enumerate(lses)]
     if not parts or len(parts) != len(logs):

@@ -98,9 +98,12 @@ def rotary_tables(
     if width % 2:
         raise ValueError(f"dim is {width}; expected an even number")
     exponents = np.arange(0, width, 2) / -width
-    frequencies = _positive(base, "base") ** exponents
-    angles = np.outer(np.arange(rows) / _positive(scale, "scale"), frequencies)
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    with np.errstate(all="ignore"):
+        frequencies = _positive(base, "base") ** exponents
+        angles = np.outer(np.arange(rows) / _positive(scale, "scale"), frequencies)
+        if not np.isfinite(angles).all():
+            raise ValueError(f"base is {base} and scale {scale}; expected angles below infinity")
+        return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
 def apply_rotary(

@@ -15,6 +15,9 @@ cdef extern from "kernels.h" nogil:
     const char qkv_compiler[]
 
 cdef extern from "pool.h" nogil:
+    enum:
+        QKV_STOPPED
+        QKV_FORKED
     ctypedef int qkv_poll() noexcept
     int qkv_parallel_for(qkv_task *task, void *job, Py_ssize_t count, Py_ssize_t grain,
                          int threads, qkv_poll *poll)
@@ -41,8 +44,12 @@ cdef int poll_signals() noexcept nogil:
 
 cdef int parallel_for(qkv_task *task, void *job, Py_ssize_t count, Py_ssize_t grain,
                       int threads) except -1 nogil:
-    if qkv_parallel_for(task, job, count, grain, threads, poll_signals):
-        return -1
+    cdef int end = qkv_parallel_for(task, job, count, grain, threads, poll_signals)
+    if end == QKV_STOPPED:
+        return -1  # with the exception of the signal handler
+    if end == QKV_FORKED:
+        with gil:
+            raise RuntimeError("a signal handler forked during this call: the child has no result")
     return 0
 
 

@@ -127,8 +127,8 @@ cdef void plain_row(const Call *call, const Place *at, Desk *desk, Py_ssize_t r,
 cdef bint finish_rows(const Call *call, const Place *at, Desk *desk, bint last) noexcept nogil:
     """out = sums / sum, with sinks, weights and lse; returns whether every row came out right.
 
-    A row whose sums are not finite, or that summed up nothing, is left to the plain formula where
-    this is the last try.
+    A row that summed up nothing, most often for want of an allowed key, is left to the plain
+    formula; a row whose sums are not finite only where this is the last try.
     """
     cdef const Item *item = at.item
     cdef Part *part = &desk.part
@@ -166,7 +166,7 @@ cdef bint finish_rows(const Call *call, const Place *at, Desk *desk, bint last) 
                                  row.hi - row.lo)
                 memset(row.scores, 0, row.lo * sizeof(float))
                 memset(row.scores + row.hi, 0, (call.S - row.hi) * sizeof(float))
-        elif last:
+        elif last or sum == 0.0:  # a row that summed up nothing needs no other try
             plain_row(call, at, desk, r, sink, row_out, &lse)
         else:
             all_fine = False

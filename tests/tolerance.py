@@ -5,7 +5,7 @@ The error rule holds for each array that a call returns:
     max |error| <= 2 max |error of the plain float32 formula| + 4 eps max |truth|
 
 The plain formula is computed twice, with NumPy's matmul and with sums that take one term after the
-other, and the farther one counts.  So no test holds a tolerance that was tuned by hand.  Half a
+other, and the farther one counts.  So its tests hold no tolerance tuned by hand.  Half a
 unit of the dtype is added where an array of float16 or bfloat16 was rounded to it.
 """
 

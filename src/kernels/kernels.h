@@ -28,7 +28,7 @@ enum { QKV_FLOAT32, QKV_FLOAT16, QKV_BFLOAT16 };
 
 /* One query row on its way through the key tiles: the rules it obeys and its running softmax. */
 typedef struct {
-    ptrdiff_t lo, hi;       /* keys lo <= j < hi are allowed by causal order */
+    ptrdiff_t lo, hi;       /* keys lo <= j < hi are allowed by order, window, length */
     float softcap;          /* the score becomes softcap tanh(score / softcap); 0 is off */
     float slope;            /* slope |position - j| is taken off the score */
     ptrdiff_t position;     /* of the query on the axis of the keys */
@@ -46,7 +46,7 @@ typedef struct {
     ptrdiff_t rows;
 
     /* c[m, n] ldc = a[m, k] lda . b[k, n] ldb, plus keep[i] c[i, :] where keep is not NULL.
-       Each element is one chain of k fused steps from zero, whatever m, n and the position.
+       Each element is one chain of k steps from zero (fused, but in scalar), whatever m, n and the position.
        next[k, n] ldn is prefetched meanwhile; NULL where memory is not what it waits for. */
     void (*product)(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb, float *c,
                     ptrdiff_t ldc, const float *keep, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k,

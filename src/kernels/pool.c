@@ -12,8 +12,10 @@ struct qkv_run {
     void *job;
     ptrdiff_t count, grain;
     atomic_ptrdiff_t next; /* the first task that no thread has taken */
-    atomic_int stopped;
+    atomic_int stopped; /* 0, or why the run is over before its time */
     qkv_poll *poll;
+    int shared;      /* other threads have a part in it */
+    unsigned forks;  /* the forks that had led to this process when the run began */
     int64_t polled; /* when the calling thread last polled, in ms */
 };
 
@@ -29,12 +31,17 @@ static int64_t milliseconds(void) {
     return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
 }
 
+/* Counts the forks that led to this process: a signal handler that poll runs may fork. */
+static unsigned forks;
+
 int qkv_stopped(qkv_run *run, int worker) {
     if (worker == 0 && run->poll) {
         int64_t now = milliseconds();
         if (now - run->polled >= 20) {
+            int stop = run->poll() ? QKV_STOPPED : 0;
             run->polled = now;
-            if (run->poll()) atomic_store_explicit(&run->stopped, 1, memory_order_relaxed);
+            if (run->shared && run->forks != forks) stop = QKV_FORKED;
+            if (stop) atomic_store_explicit(&run->stopped, stop, memory_order_relaxed);
         }
     }
     return atomic_load_explicit(&run->stopped, memory_order_relaxed);
@@ -127,6 +134,7 @@ static void *worker_main(void *unused) {
 
 /* A forked child has this thread alone, and whoever held the lock is not there to release it. */
 static void forget_threads(void) {
+    forks++;
     pthread_mutex_init(&pool.lock, NULL);
     pthread_cond_init(&pool.wake, NULL);
     pthread_cond_init(&pool.idle, NULL);
@@ -163,6 +171,7 @@ static void share(qkv_run *run, int threads) {
         work(run, 0);
         return;
     }
+    run->shared = 1;
     pthread_once(&once, watch_forks);
     pthread_mutex_lock(&pool.lock);
     start_workers(threads - 1);
@@ -174,6 +183,7 @@ static void share(qkv_run *run, int threads) {
     pthread_mutex_unlock(&pool.lock);
 
     work(run, 0);
+    if (run->forks != forks) return; /* the parent's pool; this process has a new one */
 
     pthread_mutex_lock(&pool.lock);
     pool.run = NULL; /* whoever wakes up from here on is late, and not waited for */
@@ -192,6 +202,7 @@ int qkv_parallel_for(qkv_task *task, void *job, ptrdiff_t count, ptrdiff_t grain
     qkv_run run = {.task = task, .job = job, .count = count, .grain = grain, .poll = poll};
     ptrdiff_t pieces = (count + grain - 1) / grain;
     run.polled = milliseconds();
+    run.forks = forks;
     share(&run, pieces < threads ? (int)pieces : threads);
     return atomic_load(&run.stopped);
 }

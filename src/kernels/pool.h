@@ -6,6 +6,8 @@
 
 typedef struct qkv_run qkv_run;
 
+enum { QKV_STOPPED = 1, QKV_FORKED = 2 };
+
 /* One task.  worker is 0 for the calling thread and less than threads for every other: the index of
    the scratch memory that the task may use.  A task never starts another run. */
 typedef void qkv_task(void *job, ptrdiff_t index, int worker, qkv_run *run);
@@ -14,7 +16,8 @@ typedef void qkv_task(void *job, ptrdiff_t index, int worker, qkv_run *run);
 typedef int qkv_poll(void);
 
 /* Runs task 0 .. count - 1, started in that order, grain of them at a time, on at most threads
-   threads of which the caller is one.  Returns 0, or 1 where poll stopped the run.
+   threads of which the caller is one.  Returns 0; QKV_STOPPED where poll stopped the run; QKV_FORKED
+   in a child that poll forked off, whose other threads, and with them their tasks, are not there.
 
    Threads are started by the first run that wants them, spin for a few microseconds after a run and
    then sleep.  A caller that finds the pool busy runs its tasks alone.  A forked child starts with
