@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypedDict, Unpack, overload
 
+import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qkv_ext import _check, _rules
@@ -93,6 +94,17 @@ def scaled_dot_product_attention(
     return_lse: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[Array, Array, Array]: ...
+@overload
+def scaled_dot_product_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    layout: Literal["bhld", "blhd"] = ...,
+    return_weights: bool | np.bool_ = ...,
+    return_lse: bool | np.bool_ = ...,
+    **options: Unpack[Options],
+) -> Array | tuple[Array, ...]: ...
 def scaled_dot_product_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -111,8 +123,8 @@ def scaled_dot_product_attention(
     query_offset: ArrayLike | None = None,
     key_offset: int = 0,
     layout: Literal["bhld", "blhd"] = "bhld",
-    return_weights: bool = False,
-    return_lse: bool = False,
+    return_weights: bool | np.bool_ = False,
+    return_lse: bool | np.bool_ = False,
     out: Array | None = None,
     threads: int | None = None,
     backend: str | None = None,
@@ -254,6 +266,17 @@ def varlen_attention(
     return_lse: Literal[True],
     **options: Unpack[VarlenOptions],
 ) -> tuple[Array, Array]: ...
+@overload
+def varlen_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    return_lse: bool | np.bool_ = ...,
+    **options: Unpack[VarlenOptions],
+) -> Array | tuple[Array, ...]: ...
 def varlen_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -269,7 +292,7 @@ def varlen_attention(
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     kv_lengths: ArrayLike | None = None,
-    return_lse: bool = False,
+    return_lse: bool | np.bool_ = False,
     out: Array | None = None,
     threads: int | None = None,
     backend: str | None = None,
