@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
@@ -18,17 +19,17 @@ class Options(TypedDict, total=False):
     """The options that every attention call passes on; none changes what it returns."""
 
     mask: ArrayLike | None
-    causal: bool
+    causal: bool | np.bool_
     align: Literal["bottom-right", "top-left"]
-    scale: float | None
-    window: tuple[int | None, int | None] | None
-    softcap: float | None
+    scale: float | np.floating[Any] | None
+    window: Sequence[int | np.integer[Any] | None] | None
+    softcap: float | np.floating[Any] | None
     alibi_slopes: ArrayLike | None
     sinks: ArrayLike | None
     kv_lengths: ArrayLike | None
     q_lengths: ArrayLike | None
     query_offset: ArrayLike | None
-    key_offset: int
+    key_offset: int | np.integer[Any]
     out: Array | None
     threads: int | None
     backend: str | None
@@ -37,11 +38,11 @@ class Options(TypedDict, total=False):
 class VarlenOptions(TypedDict, total=False):
     """The options of varlen_attention; none changes what it returns."""
 
-    causal: bool
+    causal: bool | np.bool_
     align: Literal["bottom-right", "top-left"]
-    scale: float | None
-    window: tuple[int | None, int | None] | None
-    softcap: float | None
+    scale: float | np.floating[Any] | None
+    window: Sequence[int | np.integer[Any] | None] | None
+    softcap: float | np.floating[Any] | None
     alibi_slopes: ArrayLike | None
     sinks: ArrayLike | None
     kv_lengths: ArrayLike | None
@@ -111,17 +112,17 @@ def scaled_dot_product_attention(
     v: ArrayLike,
     *,
     mask: ArrayLike | None = None,
-    causal: bool = False,
+    causal: bool | np.bool_ = False,
     align: Literal["bottom-right", "top-left"] = "bottom-right",
-    scale: float | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
+    scale: float | np.floating[Any] | None = None,
+    window: Sequence[int | np.integer[Any] | None] | None = None,
+    softcap: float | np.floating[Any] | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     kv_lengths: ArrayLike | None = None,
     q_lengths: ArrayLike | None = None,
     query_offset: ArrayLike | None = None,
-    key_offset: int = 0,
+    key_offset: int | np.integer[Any] = 0,
     layout: Literal["bhld", "blhd"] = "bhld",
     return_weights: bool | np.bool_ = False,
     return_lse: bool | np.bool_ = False,
@@ -284,11 +285,11 @@ def varlen_attention(
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     *,
-    causal: bool = False,
+    causal: bool | np.bool_ = False,
     align: Literal["bottom-right", "top-left"] = "bottom-right",
-    scale: float | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
+    scale: float | np.floating[Any] | None = None,
+    window: Sequence[int | np.integer[Any] | None] | None = None,
+    softcap: float | np.floating[Any] | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     kv_lengths: ArrayLike | None = None,

@@ -6,7 +6,7 @@ from conftest import ROOT
 api = pytest.importorskip("mypy.api")
 
 CALLS = {
-    "qkv_ext.scaled_dot_product_attention": "x, x, x",
+    "qkv_ext.scaled_dot_product_attention": "x, x, x, key_offset=np.int64(1)",
     "qkv_ext.varlen_attention": "x, x, x, [0, 1], [0, 1]",
     "qkv_ext.self_attention": "x, x, x, x, x, num_heads=2, num_kv_heads=1, b_q=x, b_o=x",
     "qkv_ext.cross_attention": "x, x, x, x, x, x, num_heads=2, b_k=x, b_v=x",
@@ -22,7 +22,10 @@ RETURNS = {
     "return_weights=True, return_lse=True": "tuple[A, A, A]",
     "return_weights=either, return_lse=True": "A | tuple[A, ...]",
 }
-TAKEN = ("threads=1, align='top-left'", "scale=1, softcap=2.0", "causal=True, window=(1, None)")
+TAKEN = (
+    "threads=1, align='top-left', causal=True, window=(1, None), scale=1, softcap=2.0",
+    "causal=either, window=[1, np.int64(2)], scale=np.float32(1), softcap=np.float32(1)",
+)
 REFUSED = ("casual=True", "causal=1", "window=1", "return_lse=1", "align='left'")
 HEAD = """\
 from typing import Any, assert_type
