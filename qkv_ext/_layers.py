@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,15 @@ _OPTIONS = (
     "mask", "causal", "align", "scale", "window", "softcap", "alibi_slopes", "sinks", "kv_lengths",
     "q_lengths", "query_offset", "key_offset", "out", "threads", "backend",
 )  # fmt: skip
+
+
+def known(options: Mapping[str, object]) -> None:
+    """Refuse an option that no projection call has, by its name, before anything is computed."""
+    unknown = options.keys() - set(_OPTIONS)
+    if unknown:
+        raise TypeError(
+            f"{min(unknown)!r} is no option of a projection call; expected {', '.join(_OPTIONS)}"
+        )
 
 
 class Projections(NamedTuple):
@@ -172,12 +182,7 @@ def projected_kv(kv: Any, layer: Projections) -> tuple[Array, Array]:
 def projected_call(
     x: Array, k: Array, v: Array, layer: Projections, options: dict[str, Any], name: str
 ) -> tuple[Array | None, dict[str, Any]]:
-    """Check what only a layer's call knows: its out, and the options of the attention call."""
-    unknown = options.keys() - set(_OPTIONS)
-    if unknown:
-        raise TypeError(
-            f"{min(unknown)!r} is no option of a projection call; expected {', '.join(_OPTIONS)}"
-        )
+    """Check what only a layer's call knows: its out, and the options by its own axes."""
     if k.ndim != x.ndim + 1 or v.ndim != k.ndim:
         raise ValueError(
             f"{name} has shape {x.shape}, the projected keys {k.shape}; expected the same number "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
+import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qkv_ext import _check, _rules
@@ -17,17 +19,17 @@ class Options(TypedDict, total=False):
     """The options that every attention call passes on; none changes what it returns."""
 
     mask: ArrayLike | None
-    causal: bool
+    causal: bool | np.bool_
     align: Literal["bottom-right", "top-left"]
-    scale: float | None
-    window: tuple[int | None, int | None] | None
-    softcap: float | None
+    scale: float | np.floating[Any] | None
+    window: Sequence[int | np.integer[Any] | None] | None
+    softcap: float | np.floating[Any] | None
     alibi_slopes: ArrayLike | None
     sinks: ArrayLike | None
     kv_lengths: ArrayLike | None
     q_lengths: ArrayLike | None
     query_offset: ArrayLike | None
-    key_offset: int
+    key_offset: int | np.integer[Any]
     out: Array | None
     threads: int | None
     backend: str | None
@@ -36,11 +38,11 @@ class Options(TypedDict, total=False):
 class VarlenOptions(TypedDict, total=False):
     """The options of varlen_attention; none changes what it returns."""
 
-    causal: bool
+    causal: bool | np.bool_
     align: Literal["bottom-right", "top-left"]
-    scale: float | None
-    window: tuple[int | None, int | None] | None
-    softcap: float | None
+    scale: float | np.floating[Any] | None
+    window: Sequence[int | np.integer[Any] | None] | None
+    softcap: float | np.floating[Any] | None
     alibi_slopes: ArrayLike | None
     sinks: ArrayLike | None
     kv_lengths: ArrayLike | None
@@ -93,26 +95,37 @@ def scaled_dot_product_attention(
     return_lse: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[Array, Array, Array]: ...
+@overload
+def scaled_dot_product_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    layout: Literal["bhld", "blhd"] = ...,
+    return_weights: bool | np.bool_ = ...,
+    return_lse: bool | np.bool_ = ...,
+    **options: Unpack[Options],
+) -> Array | tuple[Array, ...]: ...
 def scaled_dot_product_attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
     *,
     mask: ArrayLike | None = None,
-    causal: bool = False,
+    causal: bool | np.bool_ = False,
     align: Literal["bottom-right", "top-left"] = "bottom-right",
-    scale: float | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
+    scale: float | np.floating[Any] | None = None,
+    window: Sequence[int | np.integer[Any] | None] | None = None,
+    softcap: float | np.floating[Any] | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     kv_lengths: ArrayLike | None = None,
     q_lengths: ArrayLike | None = None,
     query_offset: ArrayLike | None = None,
-    key_offset: int = 0,
+    key_offset: int | np.integer[Any] = 0,
     layout: Literal["bhld", "blhd"] = "bhld",
-    return_weights: bool = False,
-    return_lse: bool = False,
+    return_weights: bool | np.bool_ = False,
+    return_lse: bool | np.bool_ = False,
     out: Array | None = None,
     threads: int | None = None,
     backend: str | None = None,
@@ -254,6 +267,7 @@ def varlen_attention(
     return_lse: Literal[True],
     **options: Unpack[VarlenOptions],
 ) -> tuple[Array, Array]: ...
+@overload
 def varlen_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -261,15 +275,25 @@ def varlen_attention(
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     *,
-    causal: bool = False,
+    return_lse: bool | np.bool_ = ...,
+    **options: Unpack[VarlenOptions],
+) -> Array | tuple[Array, ...]: ...
+def varlen_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    causal: bool | np.bool_ = False,
     align: Literal["bottom-right", "top-left"] = "bottom-right",
-    scale: float | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
+    scale: float | np.floating[Any] | None = None,
+    window: Sequence[int | np.integer[Any] | None] | None = None,
+    softcap: float | np.floating[Any] | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     kv_lengths: ArrayLike | None = None,
-    return_lse: bool = False,
+    return_lse: bool | np.bool_ = False,
     out: Array | None = None,
     threads: int | None = None,
     backend: str | None = None,

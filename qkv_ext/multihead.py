@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
-from numpy.typing import ArrayLike
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from qkv_ext import _layers, _state_dict
 from qkv_ext._packed import PackedWeight
@@ -13,7 +14,18 @@ from qkv_ext.attention import Options
 from qkv_ext.linear import pack_weight
 from qkv_ext.projected import ProjectedKV, Weight, attend, project_kv
 
+Array = NDArray[Any]
+
 __all__ = ["MultiHeadAttention"]
+
+
+class CallOptions(Options, total=False):
+    """The options of a layer's call; none changes what it returns."""
+
+    kv: ProjectedKV | None
+    rotary: tuple[ArrayLike, ArrayLike] | None
+    interleaved: bool
+    rotary_dim: int | None
 
 
 class MultiHeadAttention:
@@ -217,6 +229,56 @@ class MultiHeadAttention:
         options: Options = {"threads": threads, "backend": backend}
         return project_kv(self._layer, context, "context", options)
 
+    @overload
+    def __call__(
+        self,
+        x: ArrayLike,
+        context: ArrayLike | None = ...,
+        *,
+        return_weights: Literal[False] = ...,
+        return_lse: Literal[False] = ...,
+        **options: Unpack[CallOptions],
+    ) -> Array: ...
+    @overload
+    def __call__(
+        self,
+        x: ArrayLike,
+        context: ArrayLike | None = ...,
+        *,
+        return_weights: Literal[True],
+        return_lse: Literal[False] = ...,
+        **options: Unpack[CallOptions],
+    ) -> tuple[Array, Array]: ...
+    @overload
+    def __call__(
+        self,
+        x: ArrayLike,
+        context: ArrayLike | None = ...,
+        *,
+        return_weights: Literal[False] = ...,
+        return_lse: Literal[True],
+        **options: Unpack[CallOptions],
+    ) -> tuple[Array, Array]: ...
+    @overload
+    def __call__(
+        self,
+        x: ArrayLike,
+        context: ArrayLike | None = ...,
+        *,
+        return_weights: Literal[True],
+        return_lse: Literal[True],
+        **options: Unpack[CallOptions],
+    ) -> tuple[Array, Array, Array]: ...
+    @overload
+    def __call__(
+        self,
+        x: ArrayLike,
+        context: ArrayLike | None = ...,
+        *,
+        return_weights: bool | np.bool_ = ...,
+        return_lse: bool | np.bool_ = ...,
+        **options: Unpack[CallOptions],
+    ) -> Array | tuple[Array, ...]: ...
     def __call__(
         self,
         x: ArrayLike,
@@ -226,8 +288,8 @@ class MultiHeadAttention:
         rotary: tuple[ArrayLike, ArrayLike] | None = None,
         interleaved: bool = False,
         rotary_dim: int | None = None,
-        return_weights: bool = False,
-        return_lse: bool = False,
+        return_weights: bool | np.bool_ = False,
+        return_lse: bool | np.bool_ = False,
         **options: Unpack[Options],
     ) -> Any:
         """Self-attention of x, or attention of x to a context.
@@ -275,6 +337,7 @@ class MultiHeadAttention:
         >>> mha(x, rotary=qkv_ext.rotary_tables(5, 4), causal=True, **lengths).shape
         (2, 5, 8)
         """
+        _layers.known(options)
         turn = _layers.rotary(rotary, interleaved, rotary_dim, self._layer)
         if kv is None:
             name = "x" if context is None else "context"

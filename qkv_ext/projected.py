@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,6 +18,17 @@ Array = NDArray[Any]
 Weight = ArrayLike | PackedWeight
 
 __all__ = ["ProjectedKV", "cross_attention", "self_attention"]
+
+
+class ProjectionOptions(Options, total=False):
+    """The options of self_attention and cross_attention; none changes what they return."""
+
+    num_heads: int
+    num_kv_heads: int | None
+    b_q: ArrayLike | None
+    b_k: ArrayLike | None
+    b_v: ArrayLike | None
+    b_o: ArrayLike | None
 
 
 class ProjectedKV(NamedTuple):
@@ -50,6 +61,7 @@ def _project(layer: Projections, part: str, x: Array, options: Options) -> Array
 
 def project_kv(layer: Projections, context: ArrayLike, name: str, options: Options) -> ProjectedKV:
     """K and V of a context (..., S, d_ctx)."""
+    _layers.known(options)  # here for the traces
     context = _layers.sequence(context, name, layer, "k")
     return ProjectedKV(
         _project(layer, "k", context, options), _project(layer, "v", context, options)
@@ -87,8 +99,8 @@ def attend(
     layer: Projections,
     x: ArrayLike,
     kv: ProjectedKV,
-    return_weights: bool,
-    return_lse: bool,
+    return_weights: bool | np.bool_,
+    return_lse: bool | np.bool_,
     options: Options,
     name: str = "x",
     rotary: Rotary | None = None,
@@ -122,6 +134,66 @@ def _turned(q: Array, k: Array, rotary: Rotary, options: dict[str, Any]) -> tupl
     )
 
 
+@overload
+def self_attention(
+    x: ArrayLike,
+    w_q: Weight,
+    w_k: Weight,
+    w_v: Weight,
+    w_o: Weight | None = ...,
+    *,
+    return_weights: Literal[False] = ...,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[ProjectionOptions],
+) -> Array: ...
+@overload
+def self_attention(
+    x: ArrayLike,
+    w_q: Weight,
+    w_k: Weight,
+    w_v: Weight,
+    w_o: Weight | None = ...,
+    *,
+    return_weights: Literal[True],
+    return_lse: Literal[False] = ...,
+    **options: Unpack[ProjectionOptions],
+) -> tuple[Array, Array]: ...
+@overload
+def self_attention(
+    x: ArrayLike,
+    w_q: Weight,
+    w_k: Weight,
+    w_v: Weight,
+    w_o: Weight | None = ...,
+    *,
+    return_weights: Literal[False] = ...,
+    return_lse: Literal[True],
+    **options: Unpack[ProjectionOptions],
+) -> tuple[Array, Array]: ...
+@overload
+def self_attention(
+    x: ArrayLike,
+    w_q: Weight,
+    w_k: Weight,
+    w_v: Weight,
+    w_o: Weight | None = ...,
+    *,
+    return_weights: Literal[True],
+    return_lse: Literal[True],
+    **options: Unpack[ProjectionOptions],
+) -> tuple[Array, Array, Array]: ...
+@overload
+def self_attention(
+    x: ArrayLike,
+    w_q: Weight,
+    w_k: Weight,
+    w_v: Weight,
+    w_o: Weight | None = ...,
+    *,
+    return_weights: bool | np.bool_ = ...,
+    return_lse: bool | np.bool_ = ...,
+    **options: Unpack[ProjectionOptions],
+) -> Array | tuple[Array, ...]: ...
 def self_attention(
     x: ArrayLike,
     w_q: Weight,
@@ -135,8 +207,8 @@ def self_attention(
     b_k: ArrayLike | None = None,
     b_v: ArrayLike | None = None,
     b_o: ArrayLike | None = None,
-    return_weights: bool = False,
-    return_lse: bool = False,
+    return_weights: bool | np.bool_ = False,
+    return_lse: bool | np.bool_ = False,
     **options: Unpack[Options],
 ) -> Any:
     """Multi-head self-attention: Q = X W_Q, K = X W_K, V = X W_V, attention, then W_O.
@@ -185,11 +257,77 @@ def self_attention(
     ----------
     A. Vaswani et al., "Attention Is All You Need" (2017), section 3.2.
     """
+    _layers.known(options)
     layer = _layers.projections(w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads)
     kv = project_kv(layer, x, "x", options)
     return attend(layer, x, kv, return_weights, return_lse, options)
 
 
+@overload
+def cross_attention(
+    x_dec: ArrayLike,
+    x_enc: ArrayLike,
+    w_q: Weight,
+    w_k: Weight,
+    w_v: Weight,
+    w_o: Weight | None = ...,
+    *,
+    return_weights: Literal[False] = ...,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[ProjectionOptions],
+) -> Array: ...
+@overload
+def cross_attention(
+    x_dec: ArrayLike,
+    x_enc: ArrayLike,
+    w_q: Weight,
+    w_k: Weight,
+    w_v: Weight,
+    w_o: Weight | None = ...,
+    *,
+    return_weights: Literal[True],
+    return_lse: Literal[False] = ...,
+    **options: Unpack[ProjectionOptions],
+) -> tuple[Array, Array]: ...
+@overload
+def cross_attention(
+    x_dec: ArrayLike,
+    x_enc: ArrayLike,
+    w_q: Weight,
+    w_k: Weight,
+    w_v: Weight,
+    w_o: Weight | None = ...,
+    *,
+    return_weights: Literal[False] = ...,
+    return_lse: Literal[True],
+    **options: Unpack[ProjectionOptions],
+) -> tuple[Array, Array]: ...
+@overload
+def cross_attention(
+    x_dec: ArrayLike,
+    x_enc: ArrayLike,
+    w_q: Weight,
+    w_k: Weight,
+    w_v: Weight,
+    w_o: Weight | None = ...,
+    *,
+    return_weights: Literal[True],
+    return_lse: Literal[True],
+    **options: Unpack[ProjectionOptions],
+) -> tuple[Array, Array, Array]: ...
+@overload
+def cross_attention(
+    x_dec: ArrayLike,
+    x_enc: ArrayLike,
+    w_q: Weight,
+    w_k: Weight,
+    w_v: Weight,
+    w_o: Weight | None = ...,
+    *,
+    return_weights: bool | np.bool_ = ...,
+    return_lse: bool | np.bool_ = ...,
+    **options: Unpack[ProjectionOptions],
+) -> Array | tuple[Array, ...]: ...
 def cross_attention(
     x_dec: ArrayLike,
     x_enc: ArrayLike,
@@ -204,8 +342,8 @@ def cross_attention(
     b_k: ArrayLike | None = None,
     b_v: ArrayLike | None = None,
     b_o: ArrayLike | None = None,
-    return_weights: bool = False,
-    return_lse: bool = False,
+    return_weights: bool | np.bool_ = False,
+    return_lse: bool | np.bool_ = False,
     **options: Unpack[Options],
 ) -> Any:
     """Multi-head cross-attention: Q = X_dec W_Q; K = X_enc W_K, V = X_enc W_V; attention, W_O.
@@ -244,6 +382,7 @@ def cross_attention(
     ----------
     A. Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3.
     """
+    _layers.known(options)
     layer = _layers.projections(w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads)
     kv = project_kv(layer, x_enc, "x_enc", options)
     return attend(layer, x_dec, kv, return_weights, return_lse, options, name="x_dec")
