@@ -12,6 +12,7 @@ they mean the same.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, Unpack
 
 import numpy as np
@@ -34,17 +35,17 @@ def trace(
     v: ArrayLike,
     *,
     mask: ArrayLike | None = None,
-    causal: bool = False,
+    causal: bool | np.bool_ = False,
     align: Literal["bottom-right", "top-left"] = "bottom-right",
-    scale: float | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
+    scale: float | np.floating[Any] | None = None,
+    window: Sequence[int | np.integer[Any] | None] | None = None,
+    softcap: float | np.floating[Any] | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     kv_lengths: ArrayLike | None = None,
     q_lengths: ArrayLike | None = None,
     query_offset: ArrayLike | None = None,
-    key_offset: int = 0,
+    key_offset: int | np.integer[Any] = 0,
     layout: Literal["bhld", "blhd"] = "bhld",
     out: Array | None = None,
     threads: int | None = None,

@@ -210,7 +210,8 @@ def test_quota_of_the_control_group(files, expected, tmp_path):
         ({"OMP_NUM_THREADS": "5"}, (5, "OMP_NUM_THREADS")),
         ({"QKV_EXT_NUM_THREADS": "3", "OMP_NUM_THREADS": "5"}, (3, "QKV_EXT_NUM_THREADS")),
         ({"QKV_EXT_NUM_THREADS": " ", "OMP_NUM_THREADS": "5"}, (5, "OMP_NUM_THREADS")),
-        ({"OMP_NUM_THREADS": "4,2"}, (1, "the control group's CPU quota")),  # OpenMP's own business
+        ({"OMP_NUM_THREADS": "4,2"}, (4, "OMP_NUM_THREADS")),  # OpenMP: a number for each level
+        ({"OMP_NUM_THREADS": "many"}, (1, "the control group's CPU quota")),  # its own business
         ({"OMP_NUM_THREADS": "0"}, (1, "the control group's CPU quota")),
         ({"QKV_EXT_NUM_THREADS": "100000"}, (_threads.MOST, "QKV_EXT_NUM_THREADS")),
     ],
