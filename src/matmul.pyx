@@ -4,9 +4,10 @@
 
     call      stacked products x blocks of rows x groups of column panels
       task      one of each
-        chunk     256 of the inner dimension: its sum is added to what the earlier ones left in out
-          panel     64 columns of b, packed unless they are already, or few rows would use them
-            product   rows x 64 columns, register tile by register tile
+        chunk     256 of the inner dimension: its sum is added to what the earlier ones left in out;
+                  the task's columns of b are packed into panels of 64, unless they are already, or
+                  few rows would use them
+          panel     product of rows x 64 columns, register tile by register tile
 
 Each element is the same chain of operations whatever the block that it falls into.
 """
@@ -20,8 +21,9 @@ from qkv_ext._kernels cimport (
 
 
 cdef enum:
-    ROWS = 384           # rows of a task: a chunk of them stays in the second-level cache
-    PANELS = 4           # column panels of a task
+    ROWS = 2048          # rows of a task at most: what it packs of b serves all of them
+    FEW_ROWS = 384       # below this, tasks are made of fewer panels, not of fewer rows
+    PANELS = 4           # column panels of a task at most: one visit to a row of b packs them all
     PACK_ROWS = 16       # from here on packing a panel of b pays
     SMALL_WORK = 400000  # multiplications below which no other thread is woken up
 
@@ -33,7 +35,8 @@ cdef struct Call:
     const float *bias    # [N] or NULL
     Py_ssize_t M, N, K
     Py_ssize_t rows, row_blocks, panels, panel_groups
-    float *desks         # per worker: a panel [TILE, PANEL] and ROWS ones
+    float *desks         # per worker: panels [panels, TILE, PANEL], and ones [rows]
+    Py_ssize_t desk_size  # in floats
     bint pack
 
 
@@ -55,12 +58,14 @@ cdef inline Py_ssize_t row_stride(const Py_buffer *x) noexcept nogil:
     return x.strides[x.ndim - 2] // <Py_ssize_t> sizeof(float) if x.shape[x.ndim - 2] != 1 else 0
 
 
-cdef void pack_panel(const float *b, Py_ssize_t ldb, float *panel, Py_ssize_t k,
-                     Py_ssize_t n) noexcept nogil:
-    """panel[k, PANEL] PANEL = b[k, n] ldb."""
-    cdef Py_ssize_t t
+cdef void pack_panels(const float *b, Py_ssize_t ldb, float *panels, Py_ssize_t k,
+                      Py_ssize_t n) noexcept nogil:
+    """panels[n / PANEL] [TILE, PANEL] = b[k, n] ldb: rows lie far apart, so each is read once."""
+    cdef Py_ssize_t t, j
     for t in range(k):
-        memcpy(panel + t * PANEL, b + t * ldb, n * sizeof(float))
+        for j from 0 <= j < n by PANEL:
+            memcpy(panels + j * TILE + t * PANEL, b + t * ldb + j,
+                   min(PANEL, n - j) * sizeof(float))
 
 
 cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil:
@@ -69,35 +74,34 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
     cdef Py_ssize_t group = index // call.row_blocks % call.panel_groups
     cdef Py_ssize_t first = index % call.row_blocks * call.rows
     cdef Py_ssize_t m = min(call.rows, call.M - first)
-    cdef Py_ssize_t lda = row_stride(&call.a), ldo = row_stride(&call.out), ldb = PANEL
-    cdef float *panel = call.desks + worker * (TILE * PANEL + ROWS)
-    cdef const float *ones = panel + TILE * PANEL
+    cdef Py_ssize_t lda = row_stride(&call.a), ldo = row_stride(&call.out), ldb = 0
+    cdef float *panels = call.desks + worker * call.desk_size
+    cdef const float *ones = panels + (call.panels * TILE * PANEL if call.pack else 0)
     cdef const float *a = <const float *> item_of(call, &call.a, item) + first * lda
-    cdef const float *b
+    cdef const float *b = <const float *> call.b.buf
     cdef const float *right
     cdef float *out = <float *> item_of(call, &call.out, item) + first * ldo
-    cdef Py_ssize_t t, depth, p, j, n, i, all_panels = (call.N + PANEL - 1) // PANEL
-    if call.packed:
-        b = <const float *> call.b.buf
-    else:
+    cdef Py_ssize_t start = group * call.panels * PANEL, t, depth, j, n, i
+    cdef Py_ssize_t end = min(start + call.panels * PANEL, call.N)
+    if not call.packed:
         b = <const float *> item_of(call, &call.b, item)
+        ldb = row_stride(&call.b)
     for t from 0 <= t < max(call.K, 1) by TILE:  # K may be 0: zeros
         depth = min(TILE, call.K - t)
-        for p in range(group * call.panels, min((group + 1) * call.panels, all_panels)):
+        if call.pack:
+            pack_panels(b + t * ldb + start, ldb, panels, depth, end - start)
+        for j from start <= j < end by PANEL:
             if stopped(run, worker):
                 return
-            j = p * PANEL
-            n = min(PANEL, call.N - j)
+            n = min(PANEL, end - j)
             if call.packed:
-                right = b + (p * call.K + t) * PANEL
+                right = b + j * call.K + t * PANEL
             elif call.pack:
-                right = panel
-                pack_panel(b + t * row_stride(&call.b) + j, row_stride(&call.b), panel, depth, n)
+                right = panels + (j - start) * TILE
             else:
-                right = b + t * row_stride(&call.b) + j
-                ldb = row_stride(&call.b)
-            call.ops.product(a + t, lda, right, ldb, out + j, ldo, ones if t else NULL, m, n, depth,
-                             NULL, 0)
+                right = b + t * ldb + j
+            call.ops.product(a + t, lda, right, PANEL if call.packed or call.pack else ldb, out + j,
+                             ldo, ones if t else NULL, m, n, depth, NULL, 0)
             if call.bias != NULL and t + depth == call.K:
                 for i in range(m):
                     add_bias(out + i * ldo + j, call.bias + j, n)
@@ -109,6 +113,12 @@ cdef inline void add_bias(float *row, const float *bias, Py_ssize_t n) noexcept 
         row[j] += bias[j]
 
 
+cdef Py_ssize_t count_tasks(Call *call, Py_ssize_t items, Py_ssize_t panels) noexcept nogil:
+    call.row_blocks = (call.M + call.rows - 1) // call.rows
+    call.panel_groups = (panels + call.panels - 1) // call.panels
+    return items * call.row_blocks * call.panel_groups
+
+
 cdef int run(Call *call, Py_ssize_t items, int threads) except -1:
     cdef double work = <double> items * call.M * call.N * max(call.K, 1)
     cdef Py_ssize_t panels = (call.N + PANEL - 1) // PANEL, tasks, i
@@ -117,18 +127,23 @@ cdef int run(Call *call, Py_ssize_t items, int threads) except -1:
         threads = 1
     call.pack = call.M >= PACK_ROWS and not call.packed
     call.rows = min(call.M, ROWS)
-    call.row_blocks = (call.M + call.rows - 1) // call.rows
-    call.panels = PANELS
-    while call.panels > 1 and items * call.row_blocks * (panels // call.panels) < 4 * threads:
-        call.panels //= 2
-    call.panel_groups = (panels + call.panels - 1) // call.panels
-    tasks = items * call.row_blocks * call.panel_groups
+    call.panels = min(panels, PANELS)
+    while count_tasks(call, items, panels) < 4 * threads:  # enough for every thread to have some
+        if call.rows > FEW_ROWS:
+            call.rows = (call.rows + 1) // 2
+        elif call.panels > 1:
+            call.panels = (call.panels + 1) // 2
+        else:
+            break
+    tasks = count_tasks(call, items, panels)
     threads = <int> min(threads, tasks)
-    call.desks = <float *> scratch(<double> threads * (TILE * PANEL + ROWS) * sizeof(float))
+    call.desk_size = (call.panels * TILE * PANEL if call.pack else 0) + (call.rows + 15) // 16 * 16
+    call.desks = <float *> scratch(<double> threads * call.desk_size * sizeof(float))
     try:
         for worker in range(threads):
-            for i in range(ROWS):
-                call.desks[worker * (TILE * PANEL + ROWS) + TILE * PANEL + i] = 1.0
+            for i in range(call.rows):
+                call.desks[worker * call.desk_size
+                           + (call.panels * TILE * PANEL if call.pack else 0) + i] = 1.0
         with nogil:
             parallel_for(run_task, call, tasks, 1, threads)
     finally:
