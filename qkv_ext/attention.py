@@ -212,8 +212,9 @@ def scaled_dot_product_attention(
     - An excluded key never influences the output, whatever its K and V hold, NaN and infinity
       included.  A query that is allowed no key gives output 0, weights 0 and lse -inf.
     - The scale is applied to Q before the product, and the maximum subtracted before exp, so that
-      finite scores stay finite.  Sums run over tiles of 256 keys.  The error is at most twice that
-      of the plain formula in float32.
+      finite scores stay finite.  Sums run over tiles of 256 keys.  The largest error is at most
+      twice that of the plain formula in float32, with NumPy's matmul or with sums one term after
+      the other, whichever is farther, plus four units of rounding of the largest entry.
     - In the compiled backends a row has the same bits whatever the batch, its place in it and the
       number of threads.
     - float16 and bfloat16 are computed in float32 and rounded once; lse is float32 then.
