@@ -17,9 +17,10 @@ Long keys with few rows are cut into splits of 1024 keys, each with its own maxi
 are merged from left to right, so that the threads change no bit.
 
 What is chosen by shape (blocks, splits, panels or not) is chosen for each item from its own
-lengths: never from the batch, the padding or the number of threads.  See kernels.h for the
-arithmetic of a tile, tiles.pxi for the walk over the tiles, and rows.pxi for how a row begins and
-ends.
+lengths: never from the batch, the padding or the number of threads.
+
+kernels.h has the arithmetic of a tile, plan.pxi the choices, tiles.pxi the walk over the tiles, and
+rows.pxi the beginning and the end of a row.
 """
 
 from cpython.buffer cimport PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
@@ -135,6 +136,7 @@ cdef struct Ahead:
 cdef Ahead NOTHING = Ahead(NULL, 0)
 
 
+include "plan.pxi"
 include "tiles.pxi"
 include "rows.pxi"
 
@@ -269,47 +271,7 @@ cdef void retire_part(void *job, Py_ssize_t index, int worker) noexcept nogil:
         finish_rows(call, &at, &desk, True)
 
 
-# ---- the plan -----------------------------------------------------------------------------------
-
-cdef void plan_item(const Call *call, Item *item) noexcept nogil:
-    """Blocks and splits of an item, from its own lengths alone."""
-    cdef Py_ssize_t rows = item.L * call.group
-    cdef bint ordered = call.right < item.S or call.left < item.S
-    cdef Py_ssize_t most = ORDERED_ROWS if ordered else ROWS
-    item.direct = rows <= FEW_ROWS
-    item.blocks = (rows + most - 1) // most
-    item.block = 0
-    if rows > 0:
-        item.block = (rows + item.blocks - 1) // item.blocks
-        if not item.direct:  # whole register tiles
-            item.block = (item.block + call.ops.rows - 1) // call.ops.rows * call.ops.rows
-        item.blocks = (rows + item.block - 1) // item.block
-    item.splits = 1
-    if item.blocks == 1 and item.S > SPLIT:
-        item.splits = (item.S + SPLIT - 1) // SPLIT
-
-
-cdef Py_ssize_t plan(Call *call) noexcept nogil:
-    """Plan every item and lay the tasks end to end; returns their number."""
-    cdef Py_ssize_t n, tasks = 0, own
-    cdef Item *item
-    for n in range(call.count):
-        item = &call.items[n]
-        plan_item(call, item)
-        own = item.blocks * item.splits * call.kv_heads
-        item.first_task = tasks
-        item.first_part = call.parts
-        tasks += own
-        if item.splits > 1:
-            call.parts += own
-        call.block = max(call.block, item.block)
-        call.longest = max(call.longest, item.S)
-        if item.blocks > 1:
-            call.keys = max(call.keys, (item.S + TILE - 1) // TILE * TILE)
-        elif not item.direct:
-            call.keys = max(call.keys, TILE)
-    return tasks
-
+# ---- the call -----------------------------------------------------------------------------------
 
 cdef int run(Call *call, int threads) except -1:
     cdef Py_ssize_t tasks = plan(call), grain = 1, n, worker, r
@@ -350,8 +312,6 @@ cdef int run(Call *call, int threads) except -1:
         release(call.desks)
     return 0
 
-
-# ---- the call -----------------------------------------------------------------------------------
 
 cdef struct Views:
     Py_buffer q, k, v, mask, out, weights, lse, slopes, sinks, spans
