@@ -22,7 +22,7 @@ from qkv_ext._kernels cimport (
 
 cdef enum:
     ROWS = 2048          # rows of a task at most: what it packs of b serves all of them
-    FEW_ROWS = 384       # below this, tasks are made of fewer panels, not of fewer rows
+    FEW_ROWS = 384       # a task that has to shrink gives up rows down to these, then panels
     PANELS = 4           # column panels of a task at most: one visit to a row of b packs them all
     PACK_ROWS = 16       # from here on packing a panel of b pays
     SMALL_WORK = 400000  # multiplications below which no other thread is woken up

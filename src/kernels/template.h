@@ -299,7 +299,8 @@ static void softmax_tile(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, ptrd
         float max = MAX(largest(s, whole), row->max);
         float base = max == -INFINITY ? 0.0f : max;
 
-        /* 3. weights, their sum, and the correction of what came before */
+        /* 3. weights, their sum, and the correction of what came before; no exp where the maximum
+           stays, as it mostly does, or where nothing came before */
         float sum = exp_and_sum(s, s, base, whole);
         factor[i] = row->max == max ? 1.0f : row->max == -INFINITY ? 0.0f : exp1(row->max - base);
         row->sum = row->sum * factor[i] + sum;
