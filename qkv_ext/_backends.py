@@ -28,13 +28,18 @@ class PerformanceWarning(UserWarning):
 
 
 class Backend(NamedTuple):
-    """One name of ``backends()`` with the functions that compute; each takes (problem, isa)."""
+    """One name of ``backends()`` with the functions that compute; they take (problem, isa).
+
+    plain takes (q, k, v, causal, threads, isa) as the caller gave them, and returns the output, or
+    None where the arrays want a look from _check.py first.
+    """
 
     name: str
     isa: int  # the place in the compiled kernel table, -1 for NumPy
     attention: Callable[[Any, int], None]
     product: Callable[[Any, int], None]
     softmax: Callable[[Any, int], None]
+    plain: Callable[[Any, Any, Any, bool, int, int], Any]
 
 
 def _flag(name: str) -> bool:
@@ -89,7 +94,7 @@ def _load(required: bool) -> tuple[dict[str, Any], str]:
 _modules, NOT_COMPILED = _load(_flag("QKV_EXT_REQUIRE_C"))  #: modules, or why there are none
 
 _TABLE: dict[str, Backend] = {
-    "numpy": Backend("numpy", -1, _numpy.attention, _numpy.product, _numpy.softmax)
+    "numpy": Backend("numpy", -1, _numpy.attention, _numpy.product, _numpy.softmax, lambda *_: None)
 }
 COMPILED_IN: tuple[str, ...] = ()  #: instruction sets of this build, runnable here or not
 COMPILER = ""
@@ -103,6 +108,7 @@ if _modules:
             _modules["_attention"].attention,
             _modules["_matmul"].product,
             _modules["_softmax"].softmax,
+            _modules["_attention"].plain,
         )
 
 
@@ -151,8 +157,8 @@ def _levels_to_caller() -> int:
     return level
 
 
-def choose(name: str | None, dtype: np.dtype[Any]) -> Backend:
-    """The backend of one call: the one that is named, or the default.
+def choose(name: str | None, dtype: np.dtype[Any] | None) -> Backend:
+    """The backend of one call on arrays of a dtype: the one that is named, or the default.
 
     float64 is computed by NumPy: a compiled backend that is named for this very call rejects it,
     and one that is merely the default steps aside with a warning, once.

@@ -81,7 +81,7 @@ def _shapes(given: tuple[Array, ...]) -> str:
     return "q, k and v have shapes {}, {} and {}".format(*(x.shape for x in given))
 
 
-_NO_OFFSET = 0  # the default itself: any other 0 is checked like every number
+NO_OFFSET = 0  #: the default itself: any other 0 is checked like every number
 
 
 def attention(
@@ -168,7 +168,7 @@ def attention(
         rules = _rules.rules(
             causal, window, softcap, alibi_slopes, sinks, lead[0], inner, h, compute
         )
-    if q_lengths is kv_lengths is query_offset is None and key_offset is _NO_OFFSET:
+    if q_lengths is kv_lengths is query_offset is None and key_offset is NO_OFFSET:
         shift = s - length if align == "bottom-right" else 0
     else:
         batch = lead[0] if rank > 2 else None

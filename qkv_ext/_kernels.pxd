@@ -27,8 +27,6 @@ cdef extern from "kernels.h" nogil:
         const float *bias
         Py_ssize_t mask_step
         float *scores
-        float max
-        float sum
 
     ctypedef struct qkv_kernels:
         const char *name
@@ -42,10 +40,12 @@ cdef extern from "kernels.h" nogil:
         void (*pack)(const float *b, Py_ssize_t ldb, float *panel, Py_ssize_t n,
                      Py_ssize_t k) noexcept nogil
         void (*softmax_tile)(float *s, Py_ssize_t lds, Py_ssize_t m, Py_ssize_t n,
-                             Py_ssize_t first, qkv_row *rows, float *factor) noexcept nogil
+                             Py_ssize_t first, const qkv_row *rows, float *max, float *sum,
+                             float *factor) noexcept nogil
         void (*adjust)(float *s, Py_ssize_t n, Py_ssize_t first,
                        const qkv_row *row) noexcept nogil
-        int (*scaled)(const float *x, float factor, float *y, Py_ssize_t n) noexcept nogil
+        int (*scaled)(const float *x, Py_ssize_t ldx, const float *factor, float *y,
+                      Py_ssize_t ldy, Py_ssize_t m, Py_ssize_t n) noexcept nogil
         void (*weights)(const float *x, float max, float factor, float *y,
                         Py_ssize_t n) noexcept nogil
         void (*softmax)(const float *x, float *y, Py_ssize_t n) noexcept nogil
@@ -54,6 +54,8 @@ cdef extern from "kernels.h" nogil:
         void (*narrow)(int kind, const float *x, uint16_t *y, Py_ssize_t n) noexcept nogil
         void (*exp)(const float *x, float *y, Py_ssize_t n) noexcept nogil
         void (*tanh)(const float *x, float *y, Py_ssize_t n) noexcept nogil
+
+    void qkv_prefetch(const char *p, Py_ssize_t n) noexcept
 
 
 cdef extern from "pool.h" nogil:

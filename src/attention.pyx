@@ -23,16 +23,22 @@ kernels.h has the arithmetic of a tile, plan.pxi the choices, tiles.pxi the walk
 rows.pxi the beginning and the end of a row.
 """
 
-from cpython.buffer cimport PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
-from libc.math cimport INFINITY, NAN, expf, isfinite, isnan, logf
+from cpython.buffer cimport (
+    PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_IsContiguous, PyBuffer_Release, PyObject_GetBuffer,
+)
+from libc.math cimport INFINITY, NAN, expf, isfinite, isnan, logf, sqrt
 from libc.stdint cimport int64_t, uint8_t, uint16_t
 from libc.string cimport memcpy, memset
 
 from qkv_ext._kernels cimport (
     LANES, PANEL, QKV_BFLOAT16, QKV_FLOAT16, QKV_FLOAT32, TILE, free_order, new_order, parallel_for,
-    qkv_kernels, qkv_order, qkv_row, qkv_run, release, scratch, stopped, table, take_turn,
+    qkv_kernels, qkv_order, qkv_prefetch, qkv_row, qkv_run, release, scratch, stopped, table, take_turn,
     wait_turn,
 )
+
+import numpy
+
+from qkv_ext._rules import OPEN as NO_LIMIT
 
 
 cdef enum:
@@ -44,6 +50,10 @@ cdef enum:
     SMALL_WORK = 400000  # multiplications below which no other thread is woken up
 
 cdef double MOST_FLOATS = 1e17
+cdef Py_ssize_t OPEN = NO_LIMIT
+cdef object float32 = numpy.dtype("float32")
+cdef object ndarray = numpy.ndarray
+cdef object empty = numpy.empty
 
 
 # One item: its arrays from its own first row on, its rules, and its plan.
@@ -82,6 +92,8 @@ cdef struct Call:
     Py_ssize_t keys      # keys that panels hold at most
     Py_ssize_t longest   # keys of the longest item
     Py_ssize_t parts     # tasks of items with more than one split
+    Py_ssize_t tasks
+    Py_ssize_t stride    # from a task to the one that its worker most likely takes next
     # working memory: one Desk per worker, and the parts that wait
     char *desks
     size_t desk_size
@@ -106,10 +118,11 @@ cdef struct Desk:
     float *scores        # [block, TILE] TILE + LANES
     float *factor        # [block]
     float *ones          # [block]
+    float *scales        # [block], the scale for every row
     float *panels        # K of a head, or of a tile: [keys / PANEL] panels
     float *k_rows        # [TILE, D], a tile of K that is stored in 16 bits
     float *v_rows        # [TILE, Dv], a tile of V that is, or with its non-finite entries as 0
-    float *value         # [Dv], an output row before it is rounded
+    float *values        # [block, Dv], output rows before they are rounded to 16 bits
     float *line          # [longest + LANES], the scores of one row, for the plain formula
     Py_ssize_t *start    # [block], the first column of the tile that a group of rows needs,
     Py_ssize_t *end      # [block], and the end of them, 0 for none; at the group's first row
@@ -170,20 +183,14 @@ cdef void find_place(const Call *call, Py_ssize_t index, Place *at) noexcept nog
     at.v = item.v + at.kv_head * call.v_head
 
 
-cdef inline void keep_sums(Desk *desk, Py_ssize_t m) noexcept nogil:
-    cdef Py_ssize_t r
-    for r in range(m):
-        desk.part.max[r] = desk.rows[r].max
-        desk.part.sum[r] = desk.rows[r].sum
-
-
 cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil:
     cdef const Call *call = <const Call *> job
     cdef Place at
+    cdef Place after
+    cdef const Place *next = NULL
     cdef Desk desk
     cdef Part part
-    cdef Py_ssize_t r
-    cdef bint fine = True
+    cdef bint fine
     find_place(call, index, &at)
     # first of all: while it waits, this worker may finish the rows of another task on its desk
     if at.item.splits > 1 and wait_turn(call.order, at.part, worker, run):
@@ -193,24 +200,25 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
         memset(desk.packed, 0, call.keys // TILE)
         desk.head[0] = at.head
     start_rows(call, &at, &desk)
-    if not walk(call, &at, &desk, False, worker, run):
+    if index + call.stride < call.tasks and at.item.splits == 1:
+        find_place(call, index + call.stride, &after)
+        if after.head != at.head:
+            next = &after
+    if not walk(call, &at, &desk, False, next, worker, run):
         return
 
     if at.item.splits == 1:
-        keep_sums(&desk, at.m)
         if not finish_rows(call, &at, &desk, False):
-            if not walk(call, &at, &desk, True, worker, run):
+            if not walk(call, &at, &desk, True, NULL, worker, run):
                 return
-            keep_sums(&desk, at.m)
             finish_rows(call, &at, &desk, True)
         return
 
-    for r in range(at.m):  # an accumulator that is not finite: once more, with V cleaned
-        fine = call.ops.scaled(desk.part.sums + r * call.Dv, 1.0, desk.part.sums + r * call.Dv,
-                               call.Dv) and fine
-    if not fine and not walk(call, &at, &desk, True, worker, run):
+    # an accumulator that is not finite: once more, with V cleaned
+    fine = call.ops.scaled(desk.part.sums, call.Dv, desk.ones, desk.part.sums, call.Dv, at.m,
+                           call.Dv)
+    if not fine and not walk(call, &at, &desk, True, NULL, worker, run):
         return
-    keep_sums(&desk, at.m)
     lay_part(call, call.waiting + (1 + at.part % call.slots) * call.part_size, &part)
     copy_part(call, &desk.part, &part, at.m)
     take_turn(call.order, at.part, worker)
@@ -287,6 +295,7 @@ cdef int run(Call *call, int threads) except -1:
     threads = <int> min(threads, max(tasks, 1))
     if call.parts == 0 and call.count * call.kv_heads >= 4 * threads:
         grain = call.items[0].blocks  # where items are alike a head stays with its thread
+    call.tasks, call.stride = tasks, 1 + (threads - 1) * grain
     call.slots = SLOTS * threads
     call.desk_size = lay_desk(call, NULL, &desk)
     call.part_size = lay_part(call, NULL, &part) if call.parts else 0
@@ -301,6 +310,7 @@ cdef int run(Call *call, int threads) except -1:
             desk.head[0] = -1
             for r in range(call.block):
                 desk.ones[r] = 1.0
+                desk.scales[r] = call.scale
         with nogil:
             for n in range(call.count):
                 if call.items[n].L < call.items[n].room:
@@ -385,22 +395,68 @@ cdef inline int acquire(array, Py_buffer *view, int flags) except -1:
     return 0
 
 
+cdef int compute(Call *call, Views *x, Py_ssize_t shift, int threads) except -1:
+    """Sizes, items and strides from the arrays, then the work.  shift is for items without spans."""
+    cdef Py_ssize_t axis, n
+    cdef Item one
+    call.sinks = <const float *> x.sinks.buf
+    call.bool_mask = x.mask.buf != NULL and x.mask.itemsize == 1
+    call.heads = x.q.shape[x.q.ndim - 3]
+    call.D = x.q.shape[x.q.ndim - 1]
+    call.kv_heads = x.k.shape[x.k.ndim - 3]
+    call.S = x.k.shape[x.k.ndim - 2]
+    call.Dv = x.v.shape[x.v.ndim - 1]
+    call.count = 1
+    for axis in range(x.out.ndim - 3):
+        call.count *= x.out.shape[axis]
+    if x.spans.buf != NULL:
+        call.count = x.spans.shape[0]
+    if call.count == 0 or call.heads == 0 or x.out.shape[x.out.ndim - 2] == 0:
+        return 0
+    call.group = call.heads // call.kv_heads
+    call.items = &one
+    if call.count > 1:
+        call.items = <Item *> scratch(<double> call.count * sizeof(Item))
+    try:
+        memset(call.items, 0, call.count * sizeof(Item))
+        for n in range(call.count):
+            call.items[n].shift = shift
+        describe(call, x)
+        run(call, threads)
+    finally:
+        if call.items != &one:
+            release(call.items)
+    return 0
+
+
+cdef void let_go(Views *x) noexcept:
+    PyBuffer_Release(&x.q)
+    PyBuffer_Release(&x.k)
+    PyBuffer_Release(&x.v)
+    PyBuffer_Release(&x.mask)
+    PyBuffer_Release(&x.out)
+    PyBuffer_Release(&x.weights)
+    PyBuffer_Release(&x.lse)
+    PyBuffer_Release(&x.slopes)
+    PyBuffer_Release(&x.sinks)
+    PyBuffer_Release(&x.spans)
+
+
 def attention(problem, int isa):
     """Write problem.out, and weights and lse where the problem has them."""
     cdef Call call
     cdef Views x
-    cdef Py_ssize_t axis, n, shift
-    cdef int threads
-    cdef Item one
     q, k, v, mask, scale, shift, rules, out, weights, lse, threads = <tuple> problem
     left, right, softcap, slopes, sinks, spans = <tuple> rules
     memset(&call, 0, sizeof(Call))
     memset(&x, 0, sizeof(Views))
-    memset(&one, 0, sizeof(Item))
     if q.itemsize == 2:
         call.kind = QKV_FLOAT16 if q.dtype.kind == "f" else QKV_BFLOAT16
         if call.kind == QKV_BFLOAT16:  # a dtype that the buffer protocol has no name for
             q, k, v, out = (array.view("u2") for array in (q, k, v, out))
+    call.ops = table(isa)
+    call.scale, call.softcap = scale, softcap
+    call.left, call.right = left, right
     try:
         acquire(q, &x.q, PyBUF_STRIDES)
         acquire(k, &x.k, PyBUF_STRIDES)
@@ -412,44 +468,55 @@ def attention(problem, int isa):
         acquire(slopes, &x.slopes, PyBUF_STRIDES)
         acquire(sinks, &x.sinks, PyBUF_STRIDES)
         acquire(spans, &x.spans, PyBUF_STRIDES)
-        call.ops = table(isa)
-        call.scale, call.softcap = scale, softcap
-        call.left, call.right = left, right
-        call.bool_mask = mask is not None and x.mask.itemsize == 1
-        call.sinks = <const float *> x.sinks.buf
-        call.heads = x.q.shape[x.q.ndim - 3]
-        call.D = x.q.shape[x.q.ndim - 1]
-        call.kv_heads = x.k.shape[x.k.ndim - 3]
-        call.S = x.k.shape[x.k.ndim - 2]
-        call.Dv = x.v.shape[x.v.ndim - 1]
-        call.count = 1
-        for axis in range(x.out.ndim - 3):
-            call.count *= x.out.shape[axis]
-        if spans is not None:
-            call.count = x.spans.shape[0]
-        if call.count == 0 or call.heads == 0 or x.out.shape[x.out.ndim - 2] == 0:
-            return
-        call.group = call.heads // call.kv_heads
-        call.items = &one
-        if call.count > 1:
-            call.items = <Item *> scratch(<double> call.count * sizeof(Item))
-            memset(call.items, 0, call.count * sizeof(Item))
-        try:
-            for n in range(call.count):
-                call.items[n].shift = shift
-            describe(&call, &x)
-            run(&call, threads)
-        finally:
-            if call.items != &one:
-                release(call.items)
+        compute(&call, &x, shift, threads)
     finally:
-        PyBuffer_Release(&x.q)
-        PyBuffer_Release(&x.k)
-        PyBuffer_Release(&x.v)
-        PyBuffer_Release(&x.mask)
-        PyBuffer_Release(&x.out)
-        PyBuffer_Release(&x.weights)
-        PyBuffer_Release(&x.lse)
-        PyBuffer_Release(&x.slopes)
-        PyBuffer_Release(&x.sinks)
-        PyBuffer_Release(&x.spans)
+        let_go(&x)
+
+
+# ---- the plain call -----------------------------------------------------------------------------
+
+cdef inline bint is_plain(array) noexcept:
+    return type(array) is ndarray and array.dtype is float32
+
+
+cdef bint fit(Views *x) noexcept:
+    """Whether q, k and v are aligned and contiguous, of rank 4, and of shapes that go together."""
+    cdef Py_buffer *views[3]
+    cdef int n
+    views[0], views[1], views[2] = &x.q, &x.k, &x.v
+    for n in range(3):
+        if (views[n].ndim != 4 or <size_t> views[n].buf % sizeof(float)
+                or not PyBuffer_IsContiguous(views[n], b"C")):
+            return False
+    return (x.q.shape[0] == x.k.shape[0] and x.q.shape[3] == x.k.shape[3] > 0
+            and x.k.shape[1] > 0 and x.q.shape[1] % x.k.shape[1] == 0
+            and x.k.shape[0] == x.v.shape[0] and x.k.shape[1] == x.v.shape[1]
+            and x.k.shape[2] == x.v.shape[2] and x.k.shape[3] == x.v.shape[3])
+
+
+def plain(q, k, v, bint causal, int threads, int isa):
+    """The output of a call without options, where q, k and v can be taken as they are, else None.
+
+    Three quarters of a small call are the checks in Python; what this recognises needs none.
+    """
+    cdef Call call
+    cdef Views x
+    if not (is_plain(q) and is_plain(k) and is_plain(v)):
+        return None
+    memset(&call, 0, sizeof(Call))
+    memset(&x, 0, sizeof(Views))
+    try:
+        PyObject_GetBuffer(q, &x.q, PyBUF_STRIDES)
+        PyObject_GetBuffer(k, &x.k, PyBUF_STRIDES)
+        PyObject_GetBuffer(v, &x.v, PyBUF_STRIDES)
+        if not fit(&x):
+            return None
+        out = empty(q.shape, float32)
+        PyObject_GetBuffer(out, &x.out, PyBUF_STRIDES | PyBUF_WRITABLE)
+        call.ops = table(isa)
+        call.scale = <float> (1.0 / sqrt(<double> x.q.shape[3]))
+        call.left, call.right = OPEN, 0 if causal else OPEN
+        compute(&call, &x, x.k.shape[2] - x.q.shape[2], threads)
+        return out
+    finally:
+        let_go(&x)

@@ -29,7 +29,8 @@ cdef size_t lay_desk(const Call *call, char *memory, Desk *desk) noexcept nogil:
     desk.scores = <float *> carve(&at, call.block * (TILE + LANES), sizeof(float))
     desk.factor = <float *> carve(&at, call.block, sizeof(float))
     desk.ones = <float *> carve(&at, call.block, sizeof(float))
-    desk.value = <float *> carve(&at, call.Dv, sizeof(float))
+    desk.scales = <float *> carve(&at, call.block, sizeof(float))
+    desk.values = <float *> carve(&at, call.block * call.Dv if call.kind else 0, sizeof(float))
     desk.start = <Py_ssize_t *> carve(&at, call.block, sizeof(Py_ssize_t))
     desk.end = <Py_ssize_t *> carve(&at, call.block, sizeof(Py_ssize_t))
     desk.packed = <uint8_t *> carve(&at, call.keys // TILE, sizeof(uint8_t))
@@ -133,21 +134,51 @@ cdef const float *clean_tile(const Call *call, const Place *at, Desk *desk, Py_s
     return desk.v_rows
 
 
-cdef bint walk(const Call *call, const Place *at, Desk *desk, bint clean, int worker,
-               qkv_run *run) noexcept nogil:
+cdef void fetch(const Call *call, const Place *next, Py_ssize_t first,
+                Py_ssize_t last) noexcept nogil:
+    """Prefetch those rows of the Q, K and V of a task to come."""
+    cdef Py_ssize_t r, h, i, size = 4 if call.kind == QKV_FLOAT32 else 2
+    for r in range(first, last):
+        if r < next.m:
+            h = next.kv_head * call.group + (next.first_row + r) % call.group
+            i = (next.first_row + r) // call.group
+            qkv_prefetch(next.item.q + h * call.q_head + i * call.q_row, call.D * size)
+            qkv_prefetch(next.item.out + h * call.out_head + i * call.out_row, call.Dv * size)
+        if r < next.item.S:
+            qkv_prefetch(next.k + r * call.k_row, call.D * size)
+            qkv_prefetch(next.v + r * call.v_row, call.Dv * size)
+
+
+cdef void soften(const Call *call, Desk *desk, Py_ssize_t r, Py_ssize_t m, Py_ssize_t tile,
+                 const Place *next) noexcept nogil:
+    """Scores of m rows become weights; a vector of rows at a time where there is a next task,
+    whose rows are fetched meanwhile."""
+    cdef Py_ssize_t lds = TILE + LANES, i, start = desk.start[r], n = desk.end[r] - start
+    cdef Py_ssize_t step = m if next == NULL else LANES
+    for i from r <= i < r + m by step:
+        call.ops.softmax_tile(desk.scores + i * lds + start, lds, min(step, r + m - i), n,
+                              tile + start, desk.rows + i, desk.part.max + i, desk.part.sum + i,
+                              desk.factor + i)
+        if next != NULL:
+            fetch(call, next, i, i + step)
+
+
+cdef bint walk(const Call *call, const Place *at, Desk *desk, bint clean, const Place *next,
+               int worker, qkv_run *run) noexcept nogil:
     """The task's rows over the key tiles of its split; False where the run was stopped.
 
     clean: with the non-finite entries of V read as 0, in the same order and by the same kernels.
+    next: a task of another head whose arrays are fetched during the last tile, or NULL.
     """
     cdef Py_ssize_t lds = TILE + LANES, lo, hi, tile, n, step, r, m, start, end, ldv
     cdef Py_ssize_t common_lo = 0, common_hi = at.item.S
     cdef const float *v
     cdef Ahead values, keys
-    cdef qkv_row *row
+    cdef const qkv_row *row
     for r in range(at.m):
         row = &desk.rows[r]
-        row.max = -INFINITY
-        row.sum = 0.0
+        desk.part.max[r] = -INFINITY
+        desk.part.sum[r] = 0.0
         common_lo = max(common_lo, row.lo)
         common_hi = min(common_hi, row.hi)
     memset(desk.part.sums, 0, at.m * call.Dv * sizeof(float))
@@ -181,8 +212,7 @@ cdef bint walk(const Call *call, const Place *at, Desk *desk, bint clean, int wo
             start, end = desk.start[r], desk.end[r]
             if end == 0:
                 continue
-            call.ops.softmax_tile(desk.scores + r * lds + start, lds, m, end - start, tile + start,
-                                  desk.rows + r, desk.factor + r)
+            soften(call, desk, r, m, tile, next if tile + TILE >= hi else NULL)
             call.ops.product(desk.scores + r * lds + start, lds, v + start * ldv, ldv,
                              desk.part.sums + r * call.Dv, call.Dv, desk.factor + r, m, call.Dv,
                              end - start, <const float *> keys.rows,

@@ -26,7 +26,7 @@ enum { PANEL = 64, TILE = 256, LANES = 16 /* the widest vector; every width divi
 /* How numbers are stored; everything is computed in float32. */
 enum { QKV_FLOAT32, QKV_FLOAT16, QKV_BFLOAT16 };
 
-/* One query row on its way through the key tiles: the rules it obeys and its running softmax. */
+/* The rules that a query row obeys on its way through the key tiles. */
 typedef struct {
     ptrdiff_t lo, hi;       /* keys lo <= j < hi are allowed by order, window, length */
     float softcap;          /* the score becomes softcap tanh(score / softcap); 0 is off */
@@ -36,7 +36,6 @@ typedef struct {
     const float *bias;      /* float mask of the row, added to the score; or NULL */
     ptrdiff_t mask_step;    /* 1, or 0 where the mask is broadcast along the keys */
     float *scores;          /* where the row's final scores are kept for the weights; or NULL */
-    float max, sum;         /* running maximum, and running sum of exp(score - max) */
 } qkv_row;
 
 typedef struct {
@@ -63,19 +62,22 @@ typedef struct {
        multiple of LANES become zero. */
     void (*pack)(const float *b, ptrdiff_t ldb, float *panel, ptrdiff_t n, ptrdiff_t k);
 
-    /* One step of the online softmax over the tile s[m, n] lds of the keys first .. first + n - 1:
-       scores become exp(score - max), factor[i] is what the row's earlier sums are to be
-       multiplied by, rows[i] moves on.  Excluded keys are selected away, never added.
+    /* One step of the online softmax over the tile s[m, n] lds of the keys first .. first + n - 1.
+       Scores become exp(score - max) with max[i] the maximum of row i so far, which starts at -inf,
+       and sum[i] their sum so far; factor[i] is what the row's earlier sums are to be multiplied
+       by.  Excluded keys are selected away, never added.
        s is written up to the next multiple of LANES. */
     void (*softmax_tile)(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, ptrdiff_t first,
-                         qkv_row *rows, float *factor);
+                         const qkv_row *rows, float *max, float *sum, float *factor);
 
     /* What a row's options make of the scores s[n] of the keys first .. first + n - 1: the first step
        of softmax_tile alone.  s is read and written up to the next multiple of LANES. */
     void (*adjust)(float *s, ptrdiff_t n, ptrdiff_t first, const qkv_row *row);
 
-    /* y[n] = factor x[n]; returns whether all of y is finite.  A negative zero becomes zero. */
-    int (*scaled)(const float *x, float factor, float *y, ptrdiff_t n);
+    /* y[m, n] ldy = factor[i] x[m, n] ldx; returns whether all of y is finite.  A negative zero
+       becomes zero. */
+    int (*scaled)(const float *x, ptrdiff_t ldx, const float *factor, float *y, ptrdiff_t ldy,
+                  ptrdiff_t m, ptrdiff_t n);
 
     /* y[n] = factor exp(x[n] - max). */
     void (*weights)(const float *x, float max, float factor, float *y, ptrdiff_t n);
@@ -95,6 +97,17 @@ typedef struct {
     void (*exp)(const float *x, float *y, ptrdiff_t n);
     void (*tanh)(const float *x, float *y, ptrdiff_t n);
 } qkv_kernels;
+
+/* Ask for the cache lines of n bytes, into the second-level cache; never faults. */
+static inline void qkv_prefetch(const char *p, ptrdiff_t n) {
+#if defined(__GNUC__)
+    __asm__ volatile(""); /* or gcc takes this for a function without effect, and drops it */
+    for (ptrdiff_t i = 0; i < n; i += 64) __builtin_prefetch(p + i, 0, 2);
+#else
+    (void)p;
+    (void)n;
+#endif
+}
 
 /* The tables of this build, slowest first.  A name is runnable where CPU and OS support it. */
 extern const qkv_kernels *const qkv_tables[];

@@ -36,7 +36,6 @@ static inline vec v_pick(vec a, vec b, vec x, vec y) { return vbslq_f32(vcltq_f3
 static inline vec v_max(vec a, vec b) { return vmaxq_f32(a, b); }
 static inline vec v_fma(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
 static inline vec v_fnma(vec a, vec b, vec c) { return vfmsq_f32(c, a, b); }
-static inline vec v_round(vec x) { return vrndnq_f32(x); }
 static inline vec power_of_two(int32x4_t n) {
     return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, vdupq_n_s32(127)), 23));
 }
@@ -64,6 +63,9 @@ static inline void v_transpose(vec *r) {
 }
 static inline vec v_sums(const vec *r) {
     return vpaddq_f32(vpaddq_f32(r[0], r[1]), vpaddq_f32(r[2], r[3]));
+}
+static inline vec v_maxima(const vec *r) {
+    return vpmaxq_f32(vpmaxq_f32(r[0], r[1]), vpmaxq_f32(r[2], r[3]));
 }
 static inline vec v_from_half(const uint16_t *p) {
     return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));

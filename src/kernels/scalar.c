@@ -28,7 +28,6 @@ static inline vec v_pick(vec a, vec b, vec x, vec y) { return a < b ? x : y; }
 static inline vec v_max(vec a, vec b) { return a > b ? a : b; }
 static inline vec v_fma(vec a, vec b, vec c) { return a * b + c; }
 static inline vec v_fnma(vec a, vec b, vec c) { return c - a * b; }
-static inline vec v_round(vec x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
 static inline float power_of_two(int32_t n) {
     uint32_t bits = (uint32_t)(n + 127) << 23;
     float x;
@@ -45,6 +44,7 @@ static inline float v_sum(vec x) { return x; }
 static inline float v_largest(vec x) { return x; }
 static inline void v_transpose(vec *rows) { (void)rows; }
 static inline vec v_sums(const vec *rows) { return *rows; }
+static inline vec v_maxima(const vec *rows) { return *rows; }
 static inline float float_of(uint32_t bits) {
     float x;
     memcpy(&x, &bits, sizeof x);

@@ -9,12 +9,12 @@
      v_max(a, b)                b where either is a NaN, or a NaN
      v_pick(a, b, x, y)         x where a < b, else y
      v_fma(a, b, c)             a b + c, and v_fnma: c - a b
-     v_round v_ldexp(p, n)      nearest integer; p 2^n with one rounding
+     v_ldexp(p, n)              p 2^n with one rounding
      v_keep(s, bytes)           s where the byte is not 0, else -inf
      v_bias(s, b)               s + b, but -inf where b is -inf, whatever s is
      v_sum v_largest            over the lanes
      v_transpose(vec *)         VL vectors in place
-     v_sums(vec *)              lane i is the sum over the lanes of vector i
+     v_sums v_maxima(vec *)     lane i is the sum, or the largest, over the lanes of vector i
      v_from_half v_from_bfloat  VL floats of 16-bit numbers; v_to_half v_to_bfloat the other way
 
    and then includes this file, which defines the table QKV_TABLE.  Arrays are documented in
@@ -210,7 +210,8 @@ static void pack(const float *b, ptrdiff_t ldb, float *panel, ptrdiff_t n, ptrdi
 
 /* ---- softmax ---------------------------------------------------------------------------------- */
 
-static ALWAYS_INLINE float largest(const float *s, ptrdiff_t whole) {
+/* The largest of each lane; v_largest or v_maxima of it is the row's. */
+static ALWAYS_INLINE vec lane_maxima(const float *s, ptrdiff_t whole) {
     vec a = v_set1(-INFINITY), b = a;
     ptrdiff_t j = 0;
     for (; j + 2 * VL <= whole; j += 2 * VL) {
@@ -218,12 +219,12 @@ static ALWAYS_INLINE float largest(const float *s, ptrdiff_t whole) {
         b = v_max(b, v_load(s + j + VL));
     }
     if (j < whole) a = v_max(a, v_load(s + j));
-    return v_largest(v_max(a, b));
+    return v_max(a, b);
 }
 
-/* y = exp(x - max); returns the sum.  Which of the two sums a lane goes to depends on its place in
-   the tile alone, so that excluded keys at the end, which add zeros, change no bit. */
-static ALWAYS_INLINE float exp_and_sum(const float *x, float *y, float max, ptrdiff_t whole) {
+/* y = exp(x - max); returns the sum of each lane.  Which of the two sums a lane goes to depends on
+   its place in the tile alone, so that excluded keys at the end, which add zeros, change no bit. */
+static ALWAYS_INLINE vec exp_and_sums(const float *x, float *y, float max, ptrdiff_t whole) {
     vec a = v_zero(), b = v_zero(), top = v_set1(max);
     ptrdiff_t j = 0;
     for (; j + 2 * VL <= whole; j += 2 * VL) {
@@ -238,7 +239,7 @@ static ALWAYS_INLINE float exp_and_sum(const float *x, float *y, float max, ptrd
         v_store(y + j, even);
         a = v_add(a, even);
     }
-    return v_sum(v_add(a, b));
+    return v_add(a, b);
 }
 
 /* What a score goes through beside the plain formula: softcap, ALiBi, float mask, bool mask.  Masks
@@ -275,36 +276,43 @@ static void adjust_row(float *s, ptrdiff_t n, ptrdiff_t first, const qkv_row *ro
     }
 }
 
-static ALWAYS_INLINE float exp1(float x) {
-    float lanes[VL];
-    v_store(lanes, v_exp(v_set1(x)));
-    return lanes[0];
-}
-
+/* Up to VL rows at a time: their maxima and sums over the lanes are found in one tree each, and
+   what follows from them is computed a row per lane. */
 static void softmax_tile(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, ptrdiff_t first,
-                         qkv_row *rows, float *factor) {
+                         const qkv_row *rows, float *max, float *sum, float *factor) {
     const ptrdiff_t whole = ROUND_UP(n, VL);
-    for (ptrdiff_t i = 0; i < m; i++, s += lds) {
-        qkv_row *row = rows + i;
-        ptrdiff_t lo = MIN(MAX(row->lo - first, 0), n), hi = MIN(MAX(row->hi - first, lo), n);
+    for (ptrdiff_t i = 0; i < m; i += VL, s += VL * lds) {
+        const ptrdiff_t filled = MIN(VL, m - i);
+        float base[VL];
+        vec lanes[VL];
 
-        /* 1. scores: what the options add, then -inf wherever no key is allowed */
-        if (row->softcap != 0.0f || row->slope != 0.0f || row->bias || row->keep)
-            adjust_row(s, n, first, row);
-        for (ptrdiff_t j = 0; j < lo; j++) s[j] = -INFINITY;
-        for (ptrdiff_t j = hi; j < whole; j++) s[j] = -INFINITY;
-        if (row->scores) memcpy(row->scores + first, s, (size_t)n * sizeof *s);
+        /* 1. scores: what the options add, then -inf wherever no key is allowed; their maximum */
+        for (ptrdiff_t u = 0; u < VL; u++) lanes[u] = v_zero();
+        for (ptrdiff_t u = 0; u < filled; u++) {
+            const qkv_row *row = rows + i + u;
+            float *scores = s + u * lds;
+            ptrdiff_t lo = MIN(MAX(row->lo - first, 0), n), hi = MIN(MAX(row->hi - first, lo), n);
+            if (row->softcap != 0.0f || row->slope != 0.0f || row->bias || row->keep)
+                adjust_row(scores, n, first, row);
+            for (ptrdiff_t j = 0; j < lo; j++) scores[j] = -INFINITY;
+            for (ptrdiff_t j = hi; j < whole; j++) scores[j] = -INFINITY;
+            if (row->scores) memcpy(row->scores + first, scores, (size_t)n * sizeof *scores);
+            lanes[u] = lane_maxima(scores, whole);
+        }
 
         /* 2. the maximum so far; a row with no key yet subtracts 0, so that exp gives zeros */
-        float max = MAX(largest(s, whole), row->max);
-        float base = max == -INFINITY ? 0.0f : max;
+        vec before = v_load_n(max + i, filled), top = v_max(v_maxima(lanes), before);
+        vec shift = v_pick(v_set1(-INFINITY), top, top, v_zero());
+        v_store(base, shift);
+        v_store_n(max + i, top, filled);
 
-        /* 3. weights, their sum, and the correction of what came before; no exp where the maximum
-           stays, as it mostly does, or where nothing came before */
-        float sum = exp_and_sum(s, s, base, whole);
-        factor[i] = row->max == max ? 1.0f : row->max == -INFINITY ? 0.0f : exp1(row->max - base);
-        row->sum = row->sum * factor[i] + sum;
-        row->max = max;
+        /* 3. weights, their sum, and the correction of what came before */
+        for (ptrdiff_t u = 0; u < filled; u++)
+            lanes[u] = exp_and_sums(s + u * lds, s + u * lds, base[u], whole);
+        vec correction = v_exp(v_sub(before, shift));
+        v_store_n(factor + i, correction, filled);
+        v_store_n(sum + i, v_add(v_mul(v_load_n(sum + i, filled), correction), v_sums(lanes)),
+                  filled);
     }
 }
 
@@ -314,9 +322,8 @@ static void softmax(const float *x, float *y, ptrdiff_t n) {
     float edge[VL];
     for (int u = 0; u < VL; u++) edge[u] = -INFINITY;
     memcpy(edge, x + whole, rest);
-    float max = largest(x, whole), edge_max = largest(edge, VL);
-    max = MAX(max, edge_max);
-    float sum = exp_and_sum(x, y, max, whole) + exp_and_sum(edge, edge, max, VL);
+    float max = v_largest(v_max(lane_maxima(x, whole), v_load(edge)));
+    float sum = v_sum(v_add(exp_and_sums(x, y, max, whole), exp_and_sums(edge, edge, max, VL)));
     memcpy(y + whole, edge, rest);
     vec inverse = v_set1(1.0f / sum);
     for (ptrdiff_t j = 0; j < whole; j += VL) v_store(y + j, v_mul(v_load(y + j), inverse));
@@ -325,18 +332,22 @@ static void softmax(const float *x, float *y, ptrdiff_t n) {
 
 /* ---- rows -------------------------------------------------------------------------------------- */
 
-static int scaled(const float *x, float factor, float *y, ptrdiff_t n) {
-    vec f = v_set1(factor), check = v_zero();
-    ptrdiff_t j = 0;
-    for (; j < n; j += VL) {
-        ptrdiff_t filled = MIN(VL, n - j);
-        vec value = filled == VL ? v_load(x + j) : v_load_n(x + j, filled);
-        value = v_fma(value, f, v_zero());
-        if (filled == VL)
+static int scaled(const float *x, ptrdiff_t ldx, const float *factor, float *y, ptrdiff_t ldy,
+                  ptrdiff_t m, ptrdiff_t n) {
+    const ptrdiff_t whole = n / VL * VL, rest = n - whole;
+    vec check = v_zero(), value;
+    for (ptrdiff_t i = 0; i < m; i++, x += ldx, y += ldy) {
+        vec f = v_set1(factor[i]);
+        for (ptrdiff_t j = 0; j < whole; j += VL) {
+            value = v_fma(v_load(x + j), f, v_zero());
             v_store(y + j, value);
-        else
-            v_store_n(y + j, value, filled);
-        check = v_fma(value, v_zero(), check); /* 0 for a finite value, NaN for any other */
+            check = v_fma(value, v_zero(), check); /* 0 for a finite value, NaN for any other */
+        }
+        if (rest) {
+            value = v_fma(v_load_n(x + whole, rest), f, v_zero());
+            v_store_n(y + whole, value, rest);
+            check = v_fma(value, v_zero(), check);
+        }
     }
     return v_sum(check) == 0.0f;
 }
