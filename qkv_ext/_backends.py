@@ -30,7 +30,7 @@ class PerformanceWarning(UserWarning):
 class Backend(NamedTuple):
     """One name of ``backends()`` with the functions that compute; they take (problem, isa).
 
-    plain takes (q, k, v, causal, threads, isa) as the caller gave them, and returns the output, or
+    The plain ones take what the caller gave, for a call without options, and return the output, or
     None where the arrays want a look from _check.py first.
     """
 
@@ -39,7 +39,9 @@ class Backend(NamedTuple):
     attention: Callable[[Any, int], None]
     product: Callable[[Any, int], None]
     softmax: Callable[[Any, int], None]
-    plain: Callable[[Any, Any, Any, bool, int, int], Any]
+    plain_attention: Callable[..., Any]  # (q, k, v, causal, threads, isa)
+    plain_product: Callable[..., Any]  # (a, b, bias, columns of a packed b, rank, threads, isa)
+    plain_softmax: Callable[..., Any]  # (x, threads, isa)
 
 
 def _flag(name: str) -> bool:
@@ -94,7 +96,9 @@ def _load(required: bool) -> tuple[dict[str, Any], str]:
 _modules, NOT_COMPILED = _load(_flag("QKV_EXT_REQUIRE_C"))  #: modules, or why there are none
 
 _TABLE: dict[str, Backend] = {
-    "numpy": Backend("numpy", -1, _numpy.attention, _numpy.product, _numpy.softmax, lambda *_: None)
+    "numpy": Backend(
+        "numpy", -1, _numpy.attention, _numpy.product, _numpy.softmax, *(lambda *_: None,) * 3
+    )
 }
 COMPILED_IN: tuple[str, ...] = ()  #: instruction sets of this build, runnable here or not
 COMPILER = ""
@@ -109,6 +113,8 @@ if _modules:
             _modules["_matmul"].product,
             _modules["_softmax"].softmax,
             _modules["_attention"].plain,
+            _modules["_matmul"].plain,
+            _modules["_softmax"].plain,
         )
 
 
@@ -155,6 +161,11 @@ def _levels_to_caller() -> int:
     while frame.f_back and frame.f_globals.get("__name__", "").startswith("qkv_ext."):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def quickly(name: str | None) -> Backend:
+    """choose for the plain functions of a backend, which look at the dtype themselves."""
+    return DEFAULT if name is None else choose(name, None)
 
 
 def choose(name: str | None, dtype: np.dtype[Any] | None) -> Backend:

@@ -34,6 +34,7 @@ class Problem(NamedTuple):
     weights: Array | None  # (..., H, L, S), in the dtype of computation
     lse: Array | None  # (..., H, L), in the dtype of computation
     threads: int
+    pages: Any = None  # of a KVCache, in whose place k and v have only their shapes
 
 
 class Product(NamedTuple):
@@ -107,6 +108,7 @@ def attention(
     threads: Any,
     backend: Any,
     given: tuple[Array, ...] | None = None,
+    pages: Any = None,
 ) -> Checked[Problem]:
     """Check a call of scaled_dot_product_attention; see there for the arguments.
 
@@ -211,7 +213,7 @@ def attention(
     if return_lse is not False and _arrays.switch(return_lse, "return_lse"):
         lse = np.empty((*lead, h, length), compute)
         arrays = (*arrays, lse if rank > 3 else lse[_HEADLESS[rank]])
-    fields = (q, k, v, mask, scale, shift, rules, target, weights, lse, count)
+    fields = (q, k, v, mask, scale, shift, rules, target, weights, lse, count, pages)
     return chosen, tuple.__new__(Problem, fields), arrays, copies  # Problem(...) in half the time
 
 

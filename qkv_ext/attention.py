@@ -8,7 +8,8 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv_ext import _backends, _check, _rules
+from qkv_ext import _check, _rules
+from qkv_ext._backends import quickly
 from qkv_ext._threads import threads_of
 
 Array = NDArray[Any]
@@ -239,16 +240,25 @@ def scaled_dot_product_attention(
     T. Dao et al., "FlashAttention" (2022).
     """
     if (
-        (causal is False or causal is True)
-        and mask is scale is window is softcap is alibi_slopes is sinks is out is None
-        and kv_lengths is q_lengths is query_offset is None
+        mask is None
+        and scale is None
+        and window is None
+        and softcap is None
+        and alibi_slopes is None
+        and sinks is None
+        and kv_lengths is None
+        and q_lengths is None
+        and query_offset is None
         and key_offset is _check.NO_OFFSET
-        and return_weights is return_lse is False
+        and out is None
+        and return_weights is False
+        and return_lse is False
+        and (causal is False or causal is True)
         and align == "bottom-right"
         and layout == "bhld"
     ):  # most calls: their arrays can often be taken as they are
-        chosen = _backends.DEFAULT if backend is None else _backends.choose(backend, None)
-        output = chosen.plain(q, k, v, causal, threads_of(threads), chosen.isa)
+        chosen = quickly(backend)
+        output = chosen.plain_attention(q, k, v, causal, threads_of(threads), chosen.isa)
         if output is not None:
             return output
     chosen, problem, arrays, copies = _check.attention(

@@ -41,7 +41,7 @@ cdef void gather_rows(const Call *call, const Place *at, Desk *desk) noexcept no
                             desk.scales, target, call.D, n, call.D)
         else:
             call.ops.widen(call.kind, <const uint16_t *> source,
-                           stride // <Py_ssize_t> sizeof(uint16_t), target, n, call.D, NULL, 0)
+                           stride // <Py_ssize_t> sizeof(uint16_t), target, n, call.D)
             call.ops.scaled(target, call.D, desk.scales, target, call.D, n, call.D)
         r += n
 
@@ -95,58 +95,85 @@ cdef void extent(const qkv_row *rows, Py_ssize_t m, Py_ssize_t *lo, Py_ssize_t *
             hi[0] = max(hi[0], rows[r].hi)
 
 
+cdef Py_ssize_t line_of(const Call *call, const Place *at, Desk *desk, Py_ssize_t r,
+                        Py_ssize_t tile) noexcept nogil:
+    """The scores of a row in a tile into desk.line, -inf for what is not allowed; how many are."""
+    cdef qkv_row *row = &desk.rows[r]
+    cdef float *line = desk.line
+    cdef Py_ssize_t n = min(TILE, row.hi - tile), c, j, ld, count = 0
+    cdef const float *k
+    cdef Tile keys
+    if call.page:
+        take_keys(call, at, desk, tile, &keys)
+        for c from 0 <= c < n by PANEL:
+            score_panel(call, &keys, c, desk.q + r * call.D, 1, line + c, TILE, min(PANEL, n - c),
+                        desk.ones)
+    else:
+        k = rows_of(call, at.k, call.k_row, tile, n, call.D, desk.k_rows, &ld)
+        call.ops.dots(desk.q + r * call.D, call.D, k, ld, line, TILE, 1, n, call.D)
+    call.ops.adjust(line, n, tile, row)
+    for j in range(n):
+        if allowed(row, tile + j):
+            count += 1
+        else:
+            line[j] = -INFINITY
+    return count
+
+
 cdef void plain_row(const Call *call, const Place *at, Desk *desk, Py_ssize_t r, float sink,
                     float *out, float *lse) noexcept nogil:
     """The plain formula over the allowed keys of one row, in key order; zeros where there are none.
 
     Weights are divided by the denominator before they meet V, as the formula has it, so that what
-    is finite there is finite here.
+    is finite there is finite here.  The scores are computed again for each of its three passes.
     """
     cdef qkv_row *row = &desk.rows[r]
     cdef float *line = desk.line
-    cdef Py_ssize_t tile, j, d, n, count = 0, ld
+    cdef Py_ssize_t tile, start = row.lo // TILE * TILE, j, d, n, count = 0
     cdef float top = sink, sum, weight
-    cdef const float *v
-    cdef const float *k
-    for tile from row.lo // TILE * TILE <= tile < row.hi by TILE:
-        n = min(TILE, row.hi - tile)
-        k = rows_of(call, at.k, call.k_row, tile, n, call.D, desk.k_rows, &ld, &NOTHING)
-        call.ops.dots(desk.q + r * call.D, call.D, k, ld, line + tile, TILE, 1, n, call.D, NULL, 0)
-        call.ops.adjust(line + tile, n, tile, row)
-    for j in range(row.lo, row.hi):
-        if not allowed(row, j):
-            line[j] = -INFINITY
-            continue
-        count += 1
-        if line[j] > top or isnan(line[j]):
-            top = line[j]  # once NaN, nothing is larger
+    cdef Tile values
+    for tile from start <= tile < row.hi by TILE:  # pass 1: the maximum
+        count += line_of(call, at, desk, r, tile)
+        for j in range(min(TILE, row.hi - tile)):
+            if line[j] > top or isnan(line[j]):
+                top = line[j]  # once NaN, nothing is larger
+    if row.scores != NULL:
+        memset(row.scores, 0, call.S * sizeof(float))
+    for d in range(call.Dv):
+        out[d] = 0.0
     if count == 0:
-        memset(out, 0, call.Dv * sizeof(float))
-        if row.scores != NULL:
-            memset(row.scores, 0, call.S * sizeof(float))
         lse[0] = sink
         return
     sum = expf(sink - top) if call.sinks != NULL else 0.0
-    call.ops.weights(line + row.lo, top, 1.0, line + row.lo, row.hi - row.lo)
-    for j in range(row.lo, row.hi):
-        if allowed(row, j):
-            sum += line[j]
+    for tile from start <= tile < row.hi by TILE:  # pass 2: the denominator
+        n = min(TILE, row.hi - tile)
+        line_of(call, at, desk, r, tile)
+        call.ops.weights(line, top, 1.0, line, n)
+        for j in range(n):
+            if allowed(row, tile + j):
+                sum += line[j]
     lse[0] = top + logf(sum)
-    if row.scores != NULL:
-        for j in range(call.S):
-            row.scores[j] = line[j] / sum if allowed(row, j) else 0.0
-    for d in range(call.Dv):
-        out[d] = NAN if isnan(sum) else 0.0
-    for j in range(row.lo, row.hi if not isnan(sum) else row.lo):
-        if allowed(row, j):
+    for d in range(call.Dv if isnan(sum) else 0):
+        out[d] = NAN
+    for tile from start <= tile < row.hi by TILE:  # pass 3: the weights and the output
+        n = min(TILE, row.hi - tile)
+        line_of(call, at, desk, r, tile)
+        call.ops.weights(line, top, 1.0, line, n)
+        take_values(call, at, desk, tile, n, False, &values)
+        for j in range(n):
+            if not allowed(row, tile + j):
+                continue
             weight = line[j] / sum
-            v = rows_of(call, at.v, call.v_row, j, 1, call.Dv, desk.v_rows, &ld, &NOTHING)
-            for d in range(call.Dv):
-                out[d] += weight * v[d]
+            if row.scores != NULL:
+                row.scores[tile + j] = weight
+            if not isnan(sum):
+                value_row(call, &values, j, desk.value)
+                for d in range(call.Dv):
+                    out[d] += weight * desk.value[d]
 
 
 cdef bint find_factors(const Call *call, const Place *at, Desk *desk) noexcept nogil:
-    """factor = 1 / sum for every row, with sinks, and lse; returns whether the sums settle them all.
+    """factor = 1 / sum for every row, with sinks, and lse; returns whether the sums settle all.
 
     NaN for a row that summed up nothing, most often for want of an allowed key, or is spoilt.
     """

@@ -17,6 +17,8 @@ typedef __m256 vec;
 #define VL 8
 #define ROWS 6
 #define VECS 2
+#define THIN_ROWS 1
+#define V_REGISTERS "x"
 #define QKV_NAME "avx2"
 #define QKV_TABLE qkv_avx2
 
@@ -113,6 +115,9 @@ static inline vec v_from_half(const uint16_t *p) {
 }
 static inline void v_to_half(uint16_t *p, vec x) {
     _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+static inline vec v_from_int8(const int8_t *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
 }
 static inline vec v_from_bfloat(const uint16_t *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide(p), 16));

@@ -17,6 +17,8 @@ typedef __m512 vec;
 #define VL 16
 #define ROWS 6
 #define VECS 4
+#define THIN_ROWS 2
+#define V_REGISTERS "v"
 #define QKV_NAME "avx512"
 #define QKV_TABLE qkv_avx512
 
@@ -102,6 +104,9 @@ static inline __m256i sixteen(const uint16_t *p) { return _mm256_loadu_si256((co
 static inline vec v_from_half(const uint16_t *p) { return _mm512_cvtph_ps(sixteen(p)); }
 static inline void v_to_half(uint16_t *p, vec x) {
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+static inline vec v_from_int8(const int8_t *p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 }
 static inline vec v_from_bfloat(const uint16_t *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(sixteen(p)), 16));

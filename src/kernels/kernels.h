@@ -24,7 +24,7 @@
 enum { PANEL = 64, TILE = 256, LANES = 16 /* the widest vector; every width divides it */ };
 
 /* How numbers are stored; everything is computed in float32. */
-enum { QKV_FLOAT32, QKV_FLOAT16, QKV_BFLOAT16 };
+enum { QKV_FLOAT32, QKV_FLOAT16, QKV_BFLOAT16, QKV_INT8 };
 
 /* The rules that a query row obeys on its way through the key tiles. */
 typedef struct {
@@ -45,18 +45,22 @@ typedef struct {
     ptrdiff_t rows;
 
     /* c[m, n] ldc = a[m, k] lda . b[k, n] ldb, plus keep[i] c[i, :] where keep is not NULL.
-       Each element is one chain of k steps from zero (fused, but in scalar), whatever m, n and the position.
-       next[k, n] ldn is prefetched meanwhile; NULL where memory is not what it waits for. */
+       Each element is one chain of k steps from zero (fused, but in scalar), whatever m, n and the
+       position. */
     void (*product)(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb, float *c,
-                    ptrdiff_t ldc, const float *keep, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k,
-                    const float *next, ptrdiff_t ldn);
+                    ptrdiff_t ldc, const float *keep, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k);
+
+    /* The same with b in storage: QKV_FLOAT16, QKV_BFLOAT16 or QKV_INT8, and the very bits of a
+       product with what widen makes of it.  b is read in whole vectors of LANES numbers, also where
+       its last row ends. */
+    void (*product_stored)(int kind, const float *a, ptrdiff_t lda, const void *b, ptrdiff_t ldb,
+                           float *c, ptrdiff_t ldc, const float *keep, ptrdiff_t m, ptrdiff_t n,
+                           ptrdiff_t k);
 
     /* c[m, n] ldc = a[m, k] lda . b[n, k] ldb transposed: dot products of rows, for the few
-       queries of a decode step, where packing b would cost more than the product.
-       next[n, k] ldn is prefetched meanwhile, unless it is NULL. */
+       queries of a decode step, where packing b would cost more than the product. */
     void (*dots)(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb, float *c,
-                 ptrdiff_t ldc, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k, const float *next,
-                 ptrdiff_t ldn);
+                 ptrdiff_t ldc, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k);
 
     /* panel[k, PANEL] PANEL = b[n, k] ldb transposed, n <= PANEL; columns from n up to the next
        multiple of LANES become zero. */
@@ -85,10 +89,12 @@ typedef struct {
     /* y[n] = softmax(x[n]): the plain formula, NaN where it is NaN. */
     void (*softmax)(const float *x, float *y, ptrdiff_t n);
 
-    /* y[m, n] n = x[m, n] ldx, from QKV_FLOAT16 or QKV_BFLOAT16.
-       next[m, n] ldn is prefetched meanwhile, unless it is NULL. */
-    void (*widen)(int kind, const uint16_t *x, ptrdiff_t ldx, float *y, ptrdiff_t m, ptrdiff_t n,
-                  const uint16_t *next, ptrdiff_t ldn);
+    /* y[m, n] n = x[m, n] ldx, from QKV_FLOAT16, QKV_BFLOAT16 or QKV_INT8. */
+    void (*widen)(int kind, const void *x, ptrdiff_t ldx, float *y, ptrdiff_t m, ptrdiff_t n);
+
+    /* s[m, n] lds *= factor[n], the scales of int8 keys or values.  s and factor are read, and s is
+       written, up to the next multiple of LANES. */
+    void (*times)(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, const float *factor);
 
     /* y[n] = x[n] the other way, to the nearest, ties to even. */
     void (*narrow)(int kind, const float *x, uint16_t *y, ptrdiff_t n);

@@ -10,6 +10,8 @@ typedef float32x4_t vec;
 #define VL 4
 #define ROWS 6
 #define VECS 4
+#define THIN_ROWS 2
+#define V_REGISTERS "w"
 #define QKV_NAME "neon"
 #define QKV_TABLE qkv_neon
 
@@ -72,6 +74,10 @@ static inline vec v_from_half(const uint16_t *p) {
 }
 static inline void v_to_half(uint16_t *p, vec x) {
     vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x)));
+}
+static inline vec v_from_int8(const int8_t *p) {
+    int32_t lanes[4] = {p[0], p[1], p[2], p[3]};
+    return vcvtq_f32_s32(vld1q_s32(lanes));
 }
 static inline vec v_from_bfloat(const uint16_t *p) {
     return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16));

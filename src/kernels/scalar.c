@@ -8,6 +8,7 @@ typedef float vec;
 #define VL 1
 #define ROWS 6
 #define VECS 4
+#define THIN_ROWS 1
 #define QKV_NAME "scalar"
 #define QKV_TABLE qkv_scalar
 
@@ -55,6 +56,7 @@ static inline uint32_t bits_of(float x) {
     memcpy(&bits, &x, sizeof bits);
     return bits;
 }
+static inline vec v_from_int8(const int8_t *p) { return *p; }
 static inline vec v_from_bfloat(const uint16_t *p) { return float_of((uint32_t)*p << 16); }
 static inline void v_to_bfloat(uint16_t *p, vec x) {
     uint32_t bits = bits_of(x);
