@@ -17,6 +17,7 @@ from qkv_ext import _arrays, _backends, _rules
 from qkv_ext._arrays import FLOAT32, Array, operand, same_dtype
 from qkv_ext._packed import PackedWeight
 from qkv_ext._rules import CAUSAL, PLAIN, Rules
+from qkv_ext._store import Pages
 from qkv_ext._threads import threads_of
 
 
@@ -34,6 +35,7 @@ class Problem(NamedTuple):
     weights: Array | None  # (..., H, L, S), in the dtype of computation
     lse: Array | None  # (..., H, L), in the dtype of computation
     threads: int
+    pages: Pages | None = None  # of a KVCache, in whose place k and v have only their shapes
 
 
 class Product(NamedTuple):
@@ -211,7 +213,7 @@ def attention(
     if return_lse is not False and _arrays.switch(return_lse, "return_lse"):
         lse = np.empty((*lead, h, length), compute)
         arrays = (*arrays, lse if rank > 3 else lse[_HEADLESS[rank]])
-    fields = (q, k, v, mask, scale, shift, rules, target, weights, lse, count)
+    fields = (q, k, v, mask, scale, shift, rules, target, weights, lse, count, None)
     return chosen, tuple.__new__(Problem, fields), arrays, copies  # Problem(...) in half the time
 
 
