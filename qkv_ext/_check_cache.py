@@ -91,7 +91,7 @@ def item(store: Store, b: Any) -> int:
 
 def indices(store: Store, value: Any) -> list[int]:
     """Items (n,), any number of them."""
-    shape = np.shape(value)
+    shape = _rules._shape(value, "indices", "integers (n,)")
     if len(shape) != 1:
         raise ValueError(f"indices has shape {shape}; expected (n,)")
     chosen: list[int] = _rules.integers(
@@ -103,7 +103,8 @@ def indices(store: Store, value: Any) -> list[int]:
 def per_item(store: Store, value: Any, name: str) -> list[int]:
     """An integer or integers (B,), each from 0 to the length of its item."""
     lengths = store.lengths
-    if np.ndim(value) == 0 and not isinstance(value, bool):
+    wanted = f"an integer or integers ({len(lengths)},)"
+    if _rules._shape(value, name, wanted) == () and not isinstance(value, bool):
         value = np.full(len(lengths), value)
     longest = max(lengths, default=0)
     numbers: list[int] = _rules.integers(value, name, len(lengths), 0, longest).tolist()

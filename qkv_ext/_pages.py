@@ -98,6 +98,11 @@ class Page:
             self.k_scale[:, at : at + k_scale.shape[1]] = k_scale
             self.v_scale[:, at : at + v_scale.shape[1]] = v_scale
 
+    def key_rows(self) -> Array:
+        """The keys (Hkv, P, D), a copy."""
+        heads, panels, d, _ = self.k.shape
+        return self.k.swapaxes(-1, -2).reshape(heads, panels * PANEL, d)
+
     def copy_from(self, other: Page, count: int) -> None:
         """The first keys of another page, into a page of zeros."""
         panels = -(-count // PANEL)

@@ -26,23 +26,46 @@ ENTRIES: dict[str, np.dtype[Any]] = {
     "int8": np.dtype(np.int8),
 }
 
+CHUNK = 1 << 16  #: entries that are converted at a time: what comes between stays in the cache
 _MOST = np.float32(127)
 _F32 = np.finfo(np.float32)
+_LEAST_SCALE = _F32.tiny
 _LARGEST_SCALE = np.nextafter(_F32.max / _MOST, np.float32(0))  # 127 of it are still finite
 
 
 def encode(x: Array, kind: str) -> tuple[Array, Array | None]:
-    """x (..., D) of float32, float16 or bfloat16 as entries, and the scales (...) of int8."""
+    """x (..., n, D) of float32, float16 or bfloat16 as entries, and the scales (..., n) of int8.
+
+    What is there in the storage type already is not copied.
+    """
     given = x.dtype.name
     if given == kind:
         return (x.view(np.uint16) if kind == "bfloat16" else x), None
-    wide = widen(x.view(np.uint16), None, "bfloat16") if given == "bfloat16" else x
+    if x.size <= CHUNK:
+        return _encode(x, kind)
+    entries = np.empty(x.shape, ENTRIES[kind])
+    scales = np.empty(x.shape[:-1], FLOAT32) if kind == "int8" else None
+    n = x.shape[-2]
+    step = max(1, CHUNK * n // x.size)
+    for start in range(0, n, step):
+        part = slice(start, start + step)
+        entries[..., part, :], of_part = _encode(x[..., part, :], kind)
+        if scales is not None:
+            scales[..., part] = of_part
+    return entries, scales
+
+
+def _encode(x: Array, kind: str) -> tuple[Array, Array | None]:
+    if x.dtype == np.float16:
+        x = x.astype(FLOAT32)
+    elif x.dtype != FLOAT32:
+        x = widen(x.view(np.uint16), None, "bfloat16")
+    if kind == "float32":
+        return x, None
     if kind == "bfloat16":
-        return _bfloat16(wide.astype(FLOAT32, copy=False)), None
+        return _bfloat16(x), None
     with np.errstate(all="ignore"):
-        if kind == "int8":
-            return _int8(wide.astype(FLOAT32, copy=False))
-        return wide.astype(ENTRIES[kind]), None
+        return _int8(x) if kind == "int8" else (x.astype(np.float16), None)
 
 
 def widen(entries: Array, scales: Array | None, kind: str) -> Array:
@@ -60,9 +83,12 @@ def widen(entries: Array, scales: Array | None, kind: str) -> Array:
 
 def _bfloat16(x: Array) -> Array:
     """The upper half of the bits of float32, rounded to nearest even."""
-    bits = np.ascontiguousarray(x).view(np.uint32)
-    odd = (bits >> 16) & 1
-    rounded = (bits + (odd + np.uint32(0x7FFF))) >> 16  # a carry into the exponent is right
+    bits = x.view(np.uint32)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits  # a carry into the exponent is right
+    rounded >>= 16
     nan = np.isnan(x)
     if nan.any():  # whose payload must not round up to infinity
         rounded = np.where(nan, bits >> 16 | np.uint32(0x40), rounded)
@@ -71,15 +97,19 @@ def _bfloat16(x: Array) -> Array:
 
 def _int8(x: Array) -> tuple[Array, Array]:
     top = np.abs(x).max(axis=-1, initial=0)
-    scales = np.minimum(top / _MOST, _LARGEST_SCALE)
-    if (scales < _F32.tiny).any():
-        # So small a scale is no longer max / 127 to the last bit but to a whole unit: the next one
-        # keeps x / scale within 127.
-        small = (scales < _F32.tiny) & (top > 0)
-        scales = np.where(small, scales + _F32.smallest_subnormal, scales)
-    fine = np.isfinite(top)
-    if not fine.all():
-        scales = np.where(fine, scales, np.float32(np.nan))
+    scales = top / _MOST
+    by = scales
+    if not (
+        scales.min(initial=_LARGEST_SCALE) >= _LEAST_SCALE
+        and scales.max(initial=_LEAST_SCALE) <= _LARGEST_SCALE
+    ):
+        fine = np.isfinite(top)
         x = np.where(fine[..., None], x, np.float32(0))
-    entries = x / np.where(scales > 0, scales, np.float32(1))[..., None]
+        scales = np.minimum(scales, _LARGEST_SCALE)
+        # So small a scale is max / 127 to a whole unit only; one more keeps x / scale within 127.
+        small = (top > 0) & (scales < _LEAST_SCALE)
+        scales = np.where(small, scales + _F32.smallest_subnormal, scales)
+        scales = np.where(fine, scales, np.float32(np.nan))
+        by = np.where(scales > 0, scales, np.float32(1))
+    entries = x / by[..., None]
     return np.rint(entries, out=entries).astype(np.int8), scales

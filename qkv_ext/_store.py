@@ -20,7 +20,7 @@ from qkv_ext._arrays import FLOAT32, Array
 from qkv_ext._pages import Layout, Page, Pool
 from qkv_ext._storage import ENTRIES, encode, widen
 
-_MOST_PAGES = 1 << 28  #: that an item may ask for at once; memory ends before that
+_MOST_PAGES = 1 << 20  #: that an item may ask for at once; memory ends before that
 
 
 class Item:

@@ -56,19 +56,16 @@ class KVCache:
     -----
     - A key or value x of float32 is stored with an error per entry of at most
 
-      ========  =============================  ======================================
-      float32   0
-      float16   2^-11 \\|x\\|, or 2^-25 if more   infinite from 65520 on
-      bfloat16  2^-8 \\|x\\|, or 2^-134 if more   infinite where it rounds beyond float32
-      int8      max \\|x\\| / 253                the largest entry of its row; NaN where
-                                               one of them is not finite
-      ========  =============================  ======================================
+          float32   0
+          float16   |x| / 2^11, or 2^-25 if that is more; infinite from 65520 on
+          bfloat16  |x| / 2^8, or 2^-134 if that is more; infinite from 2^128 - 2^119 on
+          int8      m / 253 + 2^-149, where m is the largest |x| of the row
 
-      where a row is the D (or Dv) entries of one key (or value) of one head.  With errors up to dk
-      in the keys and dv in the values an output changes by at most
-      ``dv + 2 max |v| (exp(2 |scale| |q|_1 dk) - 1)``.
-      ``keys`` and ``values`` return what is stored, and attention over the cache is held to the
-      error of ``scaled_dot_product_attention`` over these.
+      A row is the D (or Dv) entries of one key (or value) of one head.  An int8 row that holds a
+      number which is not finite reads back as NaN.  Errors of at most dk in the keys and dv in the
+      values change an output by at most ``dv + max |v| (exp(2 |scale| sum |q| dk) - 1)``, sum |q|
+      being that of the query's entries.  ``keys`` and ``values`` return what is stored; over it,
+      attention has the error of ``scaled_dot_product_attention``.
     - A key takes Hkv (D + Dv) entries of 4, 2, 2 or 1 bytes, and 8 Hkv bytes more in int8.
     - Memory is taken in pages of 256 keys of an item, so growing copies nothing.  ``fork`` and
       ``reorder`` share pages; one that is shared is copied before it is written to.
@@ -311,7 +308,8 @@ class KVCache:
         Raises
         ------
         TypeError, ValueError
-            As ``scaled_dot_product_attention`` does; a query that sees keys that were dropped.
+            As ``scaled_dot_product_attention`` does; a query that sees keys that were dropped,
+            whatever the mask says of them.
 
         Examples
         --------

@@ -10,12 +10,10 @@ import zlib
 import numpy as np
 import oracle
 import pytest
+from caches import STORAGE, filled, held
 from cases import CASES, PAIRS, dtype_of
 from tolerance import WAYS, allowed_error, assert_within, mask_in_float32, plain_attention
 
-import qkv_ext
-
-STORAGE = ("float32", "float16", "bfloat16", "int8")
 RANK4 = [case for case in CASES if len(case.q) == 4 and case.work < 2e8]
 WHAT = ("output", "weights", "lse")
 
@@ -27,25 +25,6 @@ def rows():
         kinds = STORAGE if case.name in meeting else (STORAGE[zlib.crc32(case.name.encode()) % 4],)
         for kind in kinds:
             yield pytest.param(case, kind, id=f"{case.name}-in-{kind}")
-
-
-def filled(k, v, kind, step=None, **sizes):
-    """A cache that holds k and v (B, Hkv, S, D or Dv), appended so many keys at a time."""
-    batch, heads, s, d = k.shape
-    cache = qkv_ext.KVCache(batch, heads, d, v.shape[-1], dtype=kind, **sizes)
-    for start in range(0, s, step or max(s, 1)):
-        part = slice(start, start + (step or s))
-        cache.append(k[:, :, part], v[:, :, part])
-    return cache
-
-
-def held(cache):
-    """All keys and values of a cache whose items have one length, float32."""
-    shape = (cache.batch, cache.num_kv_heads, max(cache.lengths, default=0))
-    k, v = (np.zeros((*shape, last), np.float32) for last in (cache.head_dim, cache.v_dim))
-    for b in range(cache.batch):
-        k[b], v[b] = cache.keys(b), cache.values(b)
-    return k, v
 
 
 def call_of(case, kind):
