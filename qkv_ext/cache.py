@@ -181,10 +181,6 @@ class KVCache:
         lengths : integers (B,), optional
             How many of the n each item takes, all of them by default; the others are not read.
 
-        Returns
-        -------
-        None
-
         Raises
         ------
         TypeError, ValueError
@@ -321,16 +317,20 @@ class KVCache:
         array([1., 2., 4.], dtype=float32)
         """
         with self._lock:
-            chosen, problem, arrays, copies = _check_cache.attention(
-                self._store, q, mask, causal, align, scale, window, softcap,
-                alibi_slopes, sinks, kv_lengths, q_lengths, query_offset, key_offset, layout,
-                return_weights, return_lse, out, threads, backend,
+            return self._attend(
+                q, mask, causal, align, scale, window, softcap, alibi_slopes, sinks, kv_lengths,
+                q_lengths, query_offset, key_offset, layout, return_weights, return_lse, out,
+                threads, backend,
             )  # fmt: skip
-            if chosen.isa < 0 or problem.pages is None:
-                chosen.attention(problem, chosen.isa)
-            else:
-                _cache_dense.attention(chosen, problem, problem.pages)
-            return _check.deliver(arrays, copies)
+
+    def _attend(self, *arguments: Any, **options: Any) -> Any:
+        """Under the lock."""
+        chosen, problem, arrays, copies = _check_cache.attention(self._store, *arguments, **options)
+        if chosen.isa < 0 or problem.pages is None:
+            chosen.attention(problem, chosen.isa)
+        else:
+            _cache_dense.attention(chosen, problem, problem.pages)
+        return _check.deliver(arrays, copies)
 
     # ---- what is there --------------------------------------------------------------------------
 
@@ -403,10 +403,6 @@ class KVCache:
         lengths : integer or integers (B,)
             Each at most the length that the item has.
 
-        Returns
-        -------
-        None
-
         Raises
         ------
         TypeError, ValueError
@@ -435,10 +431,6 @@ class KVCache:
         ----------
         before : integer or integers (B,)
             Each at most the length of the item; positions that are dropped already stay so.
-
-        Returns
-        -------
-        None
 
         Raises
         ------
@@ -469,10 +461,6 @@ class KVCache:
         ----------
         indices : integers (n,)
             Each from 0 to B - 1, as often as wanted: beam search keeps the sequences it extends.
-
-        Returns
-        -------
-        None
 
         Raises
         ------
