@@ -109,12 +109,14 @@ def attention(
     threads: Any,
     backend: Any,
     given: tuple[Array, ...] | None = None,
+    pages: Pages | None = None,
 ) -> Checked[Problem]:
     """Check a call of scaled_dot_product_attention; see there for the arguments.
 
     given is q, k and v as the caller has them, for the errors, where they were changed already.
+    Where pages hold the keys and values, q is checked and k and v tell their shapes only.
     """
-    if not (
+    if pages is None and not (
         type(q) is type(k) is type(v) is np.ndarray
         and q.dtype is k.dtype is v.dtype is FLOAT32
         and q.flags.carray
@@ -213,7 +215,7 @@ def attention(
     if return_lse is not False and _arrays.switch(return_lse, "return_lse"):
         lse = np.empty((*lead, h, length), compute)
         arrays = (*arrays, lse if rank > 3 else lse[_HEADLESS[rank]])
-    fields = (q, k, v, mask, scale, shift, rules, target, weights, lse, count, None)
+    fields = (q, k, v, mask, scale, shift, rules, target, weights, lse, count, pages)
     return chosen, tuple.__new__(Problem, fields), arrays, copies  # Problem(...) in half the time
 
 

@@ -139,11 +139,12 @@ def attention(
     backend: Any = None,
 ) -> Checked[Problem]:
     """Check a call of KVCache.attend; see scaled_dot_product_attention for the arguments."""
-    own, lengths = store.layout, store.lengths
+    own, lengths, pages = store.layout, store.lengths, store.pages()
     count, heads, s = len(lengths), own.kv_heads, max(lengths, default=0)
     q = _floats(q, "q")
-    _arrays.choice(layout, "layout", ("bhld", "blhd"))
-    blhd = layout == "blhd"
+    blhd = layout != "bhld"
+    if blhd:
+        _arrays.choice(layout, "layout", ("bhld", "blhd"))
     h = q.shape[2 if blhd else 1] if q.ndim == 4 else 0
     fits = h == heads or (heads and h % heads == 0)
     if q.ndim != 4 or q.shape[0] != count or q.shape[3] != own.head_dim or not fits:
@@ -156,7 +157,7 @@ def attention(
         kv_lengths = _rules.integers(kv_lengths, "kv_lengths", count, 0, s)
         kv_lengths = per_item(store, kv_lengths, "kv_lengths")
     elif lengths and min(lengths) < s:
-        kv_lengths = lengths
+        kv_lengths = pages.lengths
     row = np.zeros(max(own.head_dim, own.v_dim), q.dtype)
     rows, steps = ((s, heads) if blhd else (heads, s)), (0, 0, 0, row.itemsize)
     k: Array = np.ndarray((count, *rows, own.head_dim), q.dtype, row, 0, steps)
@@ -164,11 +165,11 @@ def attention(
     chosen, problem, arrays, copies = _check.attention(
         q, k, v, mask, causal, align, scale, window, softcap, alibi_slopes, sinks, kv_lengths,
         q_lengths, query_offset, key_offset, layout, return_weights, return_lse, out, threads,
-        backend,
+        backend, None, pages,
     )  # fmt: skip
     if any(store.dropped):
         _kept(problem, store)
-    return chosen, problem._replace(pages=store.pages()), arrays, copies
+    return chosen, problem, arrays, copies
 
 
 def _kept(problem: Problem, store: Store) -> None:

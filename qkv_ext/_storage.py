@@ -55,6 +55,7 @@ def encode(x: Array, kind: str) -> tuple[Array, Array | None]:
     return entries, scales
 
 
+@np.errstate(all="ignore")
 def _encode(x: Array, kind: str) -> tuple[Array, Array | None]:
     if x.dtype == np.float16:
         x = x.astype(FLOAT32)
@@ -64,10 +65,10 @@ def _encode(x: Array, kind: str) -> tuple[Array, Array | None]:
         return x, None
     if kind == "bfloat16":
         return _bfloat16(x), None
-    with np.errstate(all="ignore"):
-        return _int8(x) if kind == "int8" else (x.astype(np.float16), None)
+    return _int8(x) if kind == "int8" else (x.astype(np.float16), None)
 
 
+@np.errstate(all="ignore")
 def widen(entries: Array, scales: Array | None, kind: str) -> Array:
     """Entries (..., D), and the scales (...) of int8, as a new float32 array."""
     if kind == "bfloat16":
@@ -76,8 +77,7 @@ def widen(entries: Array, scales: Array | None, kind: str) -> Array:
         return bits.view(FLOAT32)
     wide = entries.astype(FLOAT32)
     if scales is not None:
-        with np.errstate(all="ignore"):
-            wide *= scales[..., None]
+        wide *= scales[..., None]
     return wide
 
 

@@ -199,3 +199,16 @@ def test_dtypes_by_any_name():
     ):  # fmt: skip
         assert KVCache(1, 1, 1, dtype=dtype).dtype == name
     assert qkv_ext.KVCache(1, 1, 1).dtype == "float32"
+
+
+@pytest.mark.parametrize("kind", STORAGE)
+@pytest.mark.parametrize("given", ["float32", "float16", "bfloat16"])
+def test_the_callers_errstate_is_not_obeyed(kind, given):
+    """Overflow, underflow and NaN are results here, whatever NumPy is told."""
+    with np.errstate(all="ignore"):
+        x = np.resize(EDGES, (1, 1, 40, 8)).astype(dtype_of(given))
+    with np.errstate(all="raise"):
+        cache = filled(x, x, kind)
+        cache.keys(0)
+        cache.attend(x[:, :, :2])
+        cache.attend(x[:, :, :2], backend="numpy")
