@@ -28,7 +28,7 @@ from qkv_ext._packed import PANEL
 from qkv_ext._storage import ENTRIES
 
 TILE = 256  #: keys of a tile of the kernels, which never crosses a page
-SLACK = 64  #: bytes behind each array of a page that a vector load may touch
+SLACK = 64  #: bytes behind v, and behind the scales, that a vector load may touch
 _HUGE = 2 << 20  #: bytes of a huge page
 _SLAB = 4 << 20  #: bytes that are asked of the system at a time, unless one page is larger
 _SPARE = 32 << 20  #: bytes of given-up pages that are kept for the next ones

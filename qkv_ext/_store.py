@@ -76,9 +76,7 @@ class Item:
             first = index * size
             low, high = max(start, first), min(stop, first + size)
             here, there = slice(low - start, high - start), slice(low - first, high - first)
-            rows: Array = (
-                page.v if what == "v" else page.k.swapaxes(-1, -2).reshape(heads, size, width)
-            )
+            rows = page.v if what == "v" else page.key_rows()
             entries[:, here] = rows[:, there]
             if scales is not None:
                 of_page: Any = page.v_scale if what == "v" else page.k_scale
@@ -94,9 +92,7 @@ class Pages(NamedTuple):
 
     layout: Layout
     lengths: Array  # int64 (B,)
-    table: (
-        Array  # int64 (pages, 4): addresses of k, v, k_scale and v_scale; 0 for what is not there
-    )
+    table: Array  # int64 (pages, 4): where k, v, k_scale and v_scale lie, 0 for none
     first: Array  # int64 (B + 1,)
     items: list[Item]  # which hold the memory that table points to
 
@@ -263,7 +259,7 @@ class Store:
     def restored(
         cls, layout: tuple[Any, ...], lengths: list[int], dropped: list[int], stored: list[Any]
     ) -> Store:
-        """A store that shares nothing, out of the state of another."""
+        """A store that shares nothing, out of the state of another; the bits are the same."""
         store = cls.empty(Layout(*layout), len(lengths))
         counts = [stop - start for start, stop in zip(dropped, lengths, strict=True)]
         for item, start in zip(store.items, dropped, strict=True):

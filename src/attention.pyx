@@ -392,7 +392,7 @@ def attention(problem, int isa):
     cdef Py_ssize_t axis, n, shift
     cdef int threads
     cdef Item one
-    q, k, v, mask, scale, shift, rules, out, weights, lse, threads, pages = <tuple> problem
+    q, k, v, mask, scale, shift, rules, out, weights, lse, threads, _pages = <tuple> problem
     left, right, softcap, slopes, sinks, spans = <tuple> rules
     memset(&call, 0, sizeof(Call))
     memset(&x, 0, sizeof(Views))

@@ -6,6 +6,7 @@ in test_cache_errors.py.
 
 import copy
 import gc
+import itertools
 import pickle
 import threading
 
@@ -214,6 +215,19 @@ def test_growing_copies_nothing(kind, rng):
         assert pages_of(cache)[: len(pages)] == pages
         pages = pages_of(cache)
     assert len(pages) == 5
+
+
+def test_a_step_describes_only_new_pages(rng):
+    """What a backend reads is made anew where a page came or went, not with every key."""
+    cache = filled(*draw(rng, 2, 2, 1, 250, 4))
+    x = draw(rng, 2, 1, 1, 4)
+    tables = []
+    for _ in range(10):
+        cache.append(x, x)
+        tables.append(cache._store.pages().table)
+        assert cache._store.pages().table is tables[-1]
+    assert [a is b for a, b in itertools.pairwise(tables)] == [True] * 5 + [False] + [True] * 3
+    assert tables[-1].shape == (4, 4)
 
 
 def test_pages_come_back(rng):
