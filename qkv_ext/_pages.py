@@ -113,17 +113,16 @@ class Page:
         self.clear(count, panels * PANEL)
 
     def clear(self, start: int, stop: int) -> None:
-        """Make the slots from start to stop zeros."""
+        """Make the slots from start to stop zeros; those from stop on are zeros already."""
         if start >= stop:
             return
         panel, column = divmod(start, PANEL)
-        end = -(-stop // PANEL)
-        self.k[:, panel, :, column:] = 0
-        self.k[:, panel + 1 : end] = 0
+        self.k[:, panel, :, column : stop - panel * PANEL] = 0
+        self.k[:, panel + 1 : -(-stop // PANEL)] = 0
         self.v[:, start:stop] = 0
         if self.k_scale is not None and self.v_scale is not None:
-            self.k_scale[:, start:] = 0
-            self.v_scale[:, start:] = 0
+            self.k_scale[:, start:stop] = 0
+            self.v_scale[:, start:stop] = 0
 
 
 def _write_panels(panels: Array, at: int, rows: Array) -> None:
