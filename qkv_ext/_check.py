@@ -17,6 +17,7 @@ from qkv_ext import _arrays, _backends, _rules
 from qkv_ext._arrays import FLOAT32, Array, operand, same_dtype
 from qkv_ext._packed import PackedWeight
 from qkv_ext._rules import CAUSAL, PLAIN, Rules
+from qkv_ext._store import Pages
 from qkv_ext._threads import threads_of
 
 
@@ -34,7 +35,7 @@ class Problem(NamedTuple):
     weights: Array | None  # (..., H, L, S), in the dtype of computation
     lse: Array | None  # (..., H, L), in the dtype of computation
     threads: int
-    pages: Any = None  # of a KVCache, in whose place k and v have only their shapes
+    pages: Pages | None = None  # of a KVCache, in whose place k and v have only their shapes
 
 
 class Product(NamedTuple):
@@ -108,13 +109,14 @@ def attention(
     threads: Any,
     backend: Any,
     given: tuple[Array, ...] | None = None,
-    pages: Any = None,
+    pages: Pages | None = None,
 ) -> Checked[Problem]:
     """Check a call of scaled_dot_product_attention; see there for the arguments.
 
     given is q, k and v as the caller has them, for the errors, where they were changed already.
+    Where pages hold the keys and values, q is checked and k and v tell their shapes only.
     """
-    if not (
+    if pages is None and not (
         type(q) is type(k) is type(v) is np.ndarray
         and q.dtype is k.dtype is v.dtype is FLOAT32
         and q.flags.carray

@@ -1,13 +1,14 @@
-# Where keys and values lie, and how a tile of them is made ready for a product.  Part of attention.pyx.
+# Where keys and values lie, and how a tile of them is made ready for a product.
+# Part of attention.pyx.
 #
-#    arrays      rows of K and V, float32 or 16 bits.  K becomes panels, rows of 16 bits become floats.
-#    pages       of a KVCache: P keys of an item each, four addresses a page:
-#                  k        (Hkv, P / 64, D, 64)   panels
-#                  v        (Hkv, P Dv)            blocks of 64 columns, one after the other: rows
-#                                                  [P, 64] each, the last one as wide as what is left
-#                  k_scale  (Hkv, P), v_scale      int8 only
-#                Few rows of queries are multiplied with them as they are stored; for more they
-#                become floats first, with the same bits.
+#    arrays     rows of K and V, in float32 or 16 bits.  K becomes panels, 16 bits become floats.
+#    pages      of a KVCache: P keys of an item each, four addresses a page:
+#                 k        (Hkv, P / 64, D, 64)  panels
+#                 v        (Hkv, P Dv)           blocks of 64 columns one after the other: rows
+#                                                [P, 64] each, the last as wide as what is left
+#                 k_scale  (Hkv, P), v_scale     int8 only
+#               Few rows of queries are multiplied with them as they are stored; for more they
+#               become floats first, with the same bits.
 
 # A tile of K or V, as it is multiplied with.
 cdef struct Tile:

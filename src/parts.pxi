@@ -1,5 +1,5 @@
-# Splits: the rows of a task against 1024 keys, with a maximum and sums of their own, and how they are
-# merged, from left to right.  Part of attention.pyx.
+# Splits: the rows of a task against 1024 keys, with a maximum and sums of their own, and how they
+# are merged, from left to right.  Part of attention.pyx.
 
 cdef bint walk_split(const Call *call, const Place *at, Desk *desk, int worker,
                      qkv_run *run) noexcept nogil:
