@@ -148,7 +148,10 @@ def machine_lines(results: Results) -> list[str]:
         f"{machine['cpu']}, {machine['system']}, Python {machine['python']}, {results['date']}",
         f"{settings['threads']} threads: {peaks or '? '} GF/s of fused multiply-add; "
         f"{bandwidth or '?'} GB/s of reading 256 MB",
-        "; ".join(results["versions"].values()),
+        "; ".join(
+            line if line.startswith(name) else f"{name}: {line}"
+            for name, line in results["versions"].items()
+        ),
     ]
 
 

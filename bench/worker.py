@@ -109,7 +109,8 @@ def reason(problem: BaseException) -> str:
     if isinstance(problem, Skip):
         return str(problem)
     lines = [line for line in str(problem).splitlines() if line.strip()]
-    return f"{type(problem).__name__}: {lines[0] if lines else ''}"[:160]
+    text = f"{type(problem).__name__}: {lines[0] if lines else ''}"
+    return text if len(text) <= 160 else f"{text[:60]} ... {text[-95:]}"  # both ends tell something
 
 
 def quiet(log: str) -> None:
