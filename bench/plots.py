@@ -14,11 +14,12 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from bench import results as of
 from bench.results import OURS, Results, Row
 from bench.rivals import RIVALS
+from bench.table import number
 
 COLOURS = ("#000000", "#E69F00", "#0072B2", "#009E73", "#56B4E9", "#CC79A7", "#D55E00")
 COLOUR = dict(zip(RIVALS, COLOURS, strict=True))
@@ -57,10 +58,17 @@ def draw(results: Results, folder: Path) -> list[Path]:
     return pictures
 
 
-def foot(figure: Any, results: Results) -> None:
+def titled(text: str, results: Results) -> str:
+    """A title, and under it which machine that was."""
     machine, threads = results["machine"], results["settings"]["threads"]
-    text = f"{machine['cpu']}, {threads} threads, {results['date'][:10]}"
-    figure.text(0.99, -0.01, text, ha="right", va="top", fontsize=10, color="#555555")
+    return f"{text}\n{machine['cpu']}, {threads} threads, {results['date'][:10]}"
+
+
+def ticks(axis: Any) -> None:
+    """Of a logarithmic axis: 1, 2, 5, 10, 20, ..."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(plain_number)
+    axis.set_minor_formatter(NullFormatter())
 
 
 def ratios(results: Results, what: str, sets: tuple[str, ...]) -> Any:
@@ -70,7 +78,7 @@ def ratios(results: Results, what: str, sets: tuple[str, ...]) -> Any:
         return None
     names = [name for name in RIVALS if any(name in of.rivals(row) for row in rows)]
     heights = [len(of.rivals(row)) + 1 for row in rows]
-    figure, axes = plt.subplots(figsize=(9, 0.17 * sum(heights) + 1.6), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, 0.14 * sum(heights) + 1.8), layout="constrained")
     top, places, seen = 0.0, [], set()
     for row, height in zip(rows, heights, strict=True):
         found = of.rivals(row)
@@ -80,25 +88,22 @@ def ratios(results: Results, what: str, sets: tuple[str, ...]) -> Any:
             axes.barh(
                 top + i, found[name] - 1, left=1, height=0.86, color=COLOUR[name], label=label
             )
-            axes.text(max(found[name], 1) * 1.03, top + i, f"{found[name]:.2g}", va="center",
+            axes.text(max(found[name], 1) * 1.03, top + i, number(found[name]), va="center",
                       fontsize=8, color="#333333")  # fmt: skip
         places.append(top + (height - 2) / 2)
         top += height
     axes.axvline(1, color="black", linewidth=1.2)
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(plain_number)
-    axes.xaxis.set_minor_formatter(plain_number)
-    axes.tick_params(axis="x", which="minor", labelsize=9)
+    ticks(axes.xaxis)
     axes.set_yticks(places, [row["case"] for row in rows])
     axes.set_ylim(top - 0.5, -1)
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("time of the rival over that of qkv_ext; right of 1 qkv_ext is faster")
-    axes.set_title(f"{what}: how many times as long the others take", loc="left")
+    axes.set_title(titled(what, results), loc="left")
     handles, labels = axes.get_legend_handles_labels()
     order = sorted(range(len(labels)), key=lambda i: names.index(labels[i]))
     figure.legend([handles[i] for i in order], [labels[i] for i in order],
                   loc="outside lower center", ncols=len(order))  # fmt: skip
-    foot(figure, results)
     return figure
 
 
@@ -107,15 +112,21 @@ def roofline(results: Results) -> Any:
     machine = results["machine"]
     peaks = [peak for peak in machine["fma_peak"].values() if peak]
     rows = [row for row in results["rows"] if row["bound"] and of.median(row)]
-    if not rows or not peaks or not machine["read_bandwidth"]:
+    bandwidths = [machine["read_bandwidth"]] if machine["read_bandwidth"] else []
+    if not rows or not peaks or not bandwidths:
         return None
-    peak, bandwidth = max(peaks), machine["read_bandwidth"]
+    for row in rows:  # the machine of each row's minutes; the best that was seen is the limit
+        share, most = of.share(row, results), of.limit(row)
+        if share is not None and share.counts and most is not None:
+            (peaks if row["bound"] == "fma" else bandwidths).append(most)
+    peak, bandwidth = max(peaks), max(bandwidths)
     figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
     intensity = [row["flop"] / row["moved"] for row in rows]
     x = np.geomspace(min(intensity) / 2, max(intensity) * 2, 200)
     axes.plot(x, np.minimum(peak, bandwidth * x), color="black", linewidth=2)
     axes.text(x[-1], peak * 1.08, f"FMA peak {peak:.0f} GF/s", ha="right")
-    axes.text(x[0] * 1.15, bandwidth * x[0] * 0.55, f"memory {bandwidth:.0f} GB/s", rotation=0)
+    ridge = peak / bandwidth
+    axes.text(ridge * 0.4, peak * 0.46, f"memory {bandwidth:.0f} GB/s", ha="right")
     sets = list(dict.fromkeys(s for row in rows for s in row["sets"]))
     for i, name in enumerate(sets):
         mine = [(f, row) for f, row in zip(intensity, rows, strict=True) if name in row["sets"]]
@@ -124,13 +135,13 @@ def roofline(results: Results) -> Any:
                   color=COLOURS[1:][i % 6], label=name)  # fmt: skip
     axes.set_xscale("log")
     axes.set_yscale("log")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(plain_number)
+    axes.set_ylim(min(bandwidth * x[0], *map(gigaflops, rows)) / 1.5, 2 * peak)
+    ticks(axes.xaxis)
+    ticks(axes.yaxis)
     axes.set_xlabel("additions and multiplications per byte of inputs and output")
     axes.set_ylabel("10⁹ additions and multiplications a second")
-    axes.set_title("qkv_ext under the limits of the machine", loc="left")
-    axes.legend(loc="lower right")
-    foot(figure, results)
+    axes.set_title(titled("qkv_ext under the limits of the machine", results), loc="left")
+    figure.legend(loc="outside lower center", ncols=8)
     return figure
 
 
@@ -160,13 +171,14 @@ def growth(results: Results) -> Any:
         axes.set_xticks([of.length(row) for row in rows], [str(of.length(row)) for row in rows],
                         rotation=45)  # fmt: skip
         axes.yaxis.set_major_formatter(plain_number)
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("L")
         axes.set_title(title, loc="left")
     b, h, hkv, _, _, d = rows[0]["options"]["shape"]
-    figure.suptitle(f"growth in L: (B, H, Hkv, L, L, D) = ({b}, {h}, {hkv}, L, L, {d})")
+    what = f"growth in L: (B, H, Hkv, L, S, D) = ({b}, {h}, {hkv}, L, L, {d})"
+    figure.suptitle(titled(what, results))
     handles, labels = left.get_legend_handles_labels()
     drawn = [i for i, handle in enumerate(handles) if len(handle.get_xdata())]
     figure.legend([handles[i] for i in drawn], [labels[i] for i in drawn],
                   loc="outside lower center", ncols=len(drawn))  # fmt: skip
-    foot(figure, results)
     return figure
