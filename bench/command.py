@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import importlib.util
 import json
 import os
 import shlex
@@ -90,7 +92,8 @@ def measure(options: argparse.Namespace, argv: list[str]) -> Results:
         print("\n".join(machine_lines(results)[:2]), flush=True)
         ready = {name: worker for name, worker in workers.items() if worker.absent is None}
         race = Race(ready, limits, rounds, seconds, options.threads)
-        run_all(race, cases, results)
+        with contextlib.suppress(KeyboardInterrupt):  # ^C keeps the rows that are done
+            run_all(race, cases, results)
     finally:
         for worker in workers.values():
             worker.close()
@@ -131,22 +134,30 @@ def write(results: Results, options: argparse.Namespace) -> None:
     if options.json:
         Path(options.json).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if options.plot:
-        try:
-            from bench.plots import draw
-        except ImportError as missing:
-            print(f"no pictures: {missing}", file=sys.stderr)
-        else:
-            pictures = draw(results, Path(options.plot))
+        from bench.plots import draw
+
+        pictures = draw(results, Path(options.plot))
     if options.markdown:
         page = Path(options.markdown)
         names = [os.path.relpath(picture, page.parent) for picture in pictures]
         page.write_text(report(results, names), encoding="utf-8")
 
 
+def check(options: argparse.Namespace) -> None:
+    """What would fail after a run should fail before it."""
+    for name in ("json", "markdown"):
+        file = getattr(options, name)
+        if file and not Path(file).absolute().parent.is_dir():
+            raise ValueError(f"--{name}: no folder for {file!r}")
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib, which is not installed")
+
+
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options = parser().parse_args(argv)
-    try:  # what cannot be read should be known before the run, not after it
+    try:
+        check(options)
         old = json.loads(Path(options.against).read_text()) if options.against else None
         results = json.loads(Path(options.source).read_text()) if options.source else None
         results = results or measure(options, argv)

@@ -6,9 +6,10 @@ import sys
 from types import TracebackType
 from typing import Any, Self
 
-from bench.table import Table, plain, rich_table
+from bench.table import Table, fitting, plain, rich_table, table_width
 
 WIDTH = 132  #: of a table that goes to a file
+MARGIN = 3  #: what rich puts around a table
 
 
 class Screen:
@@ -56,7 +57,9 @@ class Screen:
         sys.stdout.flush()
 
     def table(self, table: Table) -> None:
-        if self._console is not None:
+        room = self._console.width - MARGIN if self._console is not None else WIDTH
+        table = fitting(table, room)
+        if self._console is not None and table_width(table) <= room:
             self._console.print(rich_table(table))
-        else:
+        else:  # whole lines, wrapped by the terminal, rather than figures cut off
             print("\n" + plain(table) + "\n")

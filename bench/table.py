@@ -170,6 +170,24 @@ def plain(table: Table) -> str:
     return "\n".join([table.title, text[0], rule, *text[1:]])
 
 
+def table_width(table: Table) -> int:
+    return max(map(len, plain(table).splitlines()))
+
+
+def fitting(table: Table, width: int) -> Table:
+    """The table without the columns that can be missed first, so that it fits, if it can."""
+    spared = iter(("error", "best", "spread"))
+    while table_width(table) > width:
+        name = next(spared, None)
+        if name is None:
+            return table
+        if name in table.header:
+            at = table.header.index(name)
+            rows = [[*row[:at], *row[at + 1 :]] for row in table.rows]
+            table = Table(table.title, [*table.header[:at], *table.header[at + 1 :]], rows)
+    return table
+
+
 def markdown(table: Table) -> str:
     def line(texts: list[str]) -> str:
         first = texts[0].replace("  ", "&nbsp;&nbsp;", 1) if texts[0][:2] == "  " else texts[0]
@@ -183,11 +201,9 @@ def rich_table(table: Table) -> Any:
     from rich import box
     from rich.table import Table as Rich
 
-    drawn = Rich(title=table.title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    drawn = Rich(title=table.title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for i, name in enumerate(table.header):
-        drawn.add_column(name, justify="left" if i == 0 else "right", no_wrap=i == 0)
+        drawn.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
     for row in table.rows:
-        behind = len(row) > 5 and row[0][:2] != "  " and table.header[5] == "ratio"
-        slow = behind and row[5] and float(row[5][:-1]) < 1
-        drawn.add_row(*row, style="bold" if slow else "dim" if row[0][:2] == "  " else "")
+        drawn.add_row(*row, style="dim" if row[0][:2] == "  " else "")
     return drawn

@@ -147,7 +147,8 @@ def made_up(scale=1.0):
         )  # fmt: skip
     machine = {"cpu": "a CPU", "system": "Linux", "python": "3", "l3": 32 * 2**20,
                "fma_peak": {"avx2": 100.0, "avx512": 200.0}, "read_bandwidth": 30.0}  # fmt: skip
-    results = {"settings": {"command": "python -m bench", "rounds": 3, "seconds": 0.4, "threads": 2},
+    settings = {"command": "python -m bench", "rounds": 3, "seconds": 0.4, "threads": 2}
+    results = {"settings": settings,
             "date": "2026-01-01 00:00 UTC", "machine": machine,
             "versions": {"qkv_ext": "qkv_ext 0"}, "absent": {"JAX": "not installed"},
             "rows": rows}  # fmt: skip
@@ -180,6 +181,9 @@ def test_tables():
                                 "1e-07"]  # fmt: skip
     assert max(map(len, text.splitlines())) < 110
     assert "5.0" in table.plain(table.memory_table(results))
+    narrow = table.fitting(drawn, 68)
+    assert [name for name in drawn.header if name not in narrow.header] == ["best", "error"]
+    assert table.fitting(drawn, 200) == drawn
     assert table.spread(0.2) == "20% !"
     said = "\n".join(table.notes(results))
     assert "JAX is not measured: not installed." in said
@@ -245,6 +249,7 @@ def test_wrong_arguments(capsys):
     assert command.main(["--set", "x"]) == 2
     assert command.main(["--cases", "no such case"]) == 2
     assert command.main(["--against", "/no/such/file"]) == 2
+    assert command.main(["--json", "/no/such/folder/run.json"]) == 2
     said = capsys.readouterr().err
     assert "--set is a list of" in said
     assert "no case holds 'no such case'" in said
