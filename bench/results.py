@@ -94,7 +94,8 @@ def share(row: Row, results: Results, label: str = OURS) -> Share | None:
     if most is None or reached is None:
         return None
     cache = results["machine"].get("l3")
-    counts = row["bound"] == "fma" or (cache is not None and row["work"] > CACHES * cache)
+    size = row["entrants"][label]["work"]
+    counts = row["bound"] == "fma" or (cache is not None and size > CACHES * cache)
     return Share(reached / most, counts)
 
 

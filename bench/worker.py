@@ -106,7 +106,7 @@ def answer(who: Rival, slots: dict[str, Prepared], request: tuple[Any, ...]) -> 
 
 def reason(problem: BaseException) -> str:
     """Why there is no answer, in one line."""
-    if isinstance(problem, Skip):
+    if isinstance(problem, Skip | ModuleNotFoundError):
         return str(problem)
     lines = [line for line in str(problem).splitlines() if line.strip()]
     text = f"{type(problem).__name__}: {lines[0] if lines else ''}"

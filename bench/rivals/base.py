@@ -57,10 +57,13 @@ def allowed(case: Attention) -> np.ndarray | None:
 
 
 def room_for_scores(case: Attention, copies: int) -> None:
-    """Skip where that many copies of the scores (B, H, L, S) would not fit into memory."""
+    """Skip where that many copies of the scores (B, H, L, S) would crowd the memory.
+
+    Some libraries keep what they took, and all of them take their turns in the same machine.
+    """
     b, h, _, length, s, _ = case.shape
     needed, there = 4.0 * copies * b * h * length * s, available_memory()
-    if there is not None and needed > 0.8 * there:
+    if there is not None and needed > 0.3 * there:
         raise Skip(f"needs {needed / 1e9:.0f} GB for its scores, and {there / 1e9:.0f} are free")
 
 

@@ -31,7 +31,7 @@ class Jax(Rival):
         self.line = f"JAX {jax.__version__} dot_product_attention{held}"
 
     def attention(self, case: Attention, arrays: Arrays) -> Prepared:
-        room_for_scores(case, 3)
+        room_for_scores(case, 2)
         if case.window:
             raise Skip("needs minutes for a window")
         jax = self.jax
