@@ -26,7 +26,7 @@ class Screen:
         self._console = Console(highlight=False, markup=False)
         if not self._console.is_terminal:
             self._console = Console(highlight=False, markup=False, width=WIDTH)
-        bar = (BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeElapsedColumn())
+        bar = (BarColumn(24), TextColumn("{task.percentage:3.0f} %"), TimeElapsedColumn())
         text = TextColumn("{task.description}", markup=False)
         self._progress = Progress(*bar, text, console=self._console, transient=True)
         self._task = self._progress.add_task("starting", total=steps)

@@ -267,7 +267,9 @@ def test_a_race():
         assert missing.absent
         who = race.Race(workers, race.Limits(), 2, 0.001, 1, said.append)
         row = who.run(case)
-        assert "ended" in workers["NumPy"].ask("no such request").get("skipped", "ended")
+        workers["NumPy"]._process.kill()
+        assert "its process ended" in workers["NumPy"].ask("drop")["skipped"]
+        assert workers["NumPy"].ask("drop") == {}  # another one was started
     finally:
         for one in (*workers.values(), missing):
             one.close()
