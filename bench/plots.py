@@ -64,9 +64,9 @@ def titled(text: str, results: Results) -> str:
     return f"{text}\n{machine['cpu']}, {threads} threads, {results['date'][:10]}"
 
 
-def ticks(axis: Any) -> None:
-    """Of a logarithmic axis: 1, 2, 5, 10, 20, ..."""
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+def ticks(axis: Any, within: tuple[int, ...] = (1, 2, 5)) -> None:
+    """Of a logarithmic axis: those within each power of ten."""
+    axis.set_major_locator(LogLocator(subs=within))
     axis.set_major_formatter(plain_number)
     axis.set_minor_formatter(NullFormatter())
 
@@ -88,8 +88,8 @@ def ratios(results: Results, what: str, sets: tuple[str, ...]) -> Any:
             axes.barh(
                 top + i, found[name] - 1, left=1, height=0.86, color=COLOUR[name], label=label
             )
-            axes.text(max(found[name], 1) * 1.03, top + i, number(found[name]), va="center",
-                      fontsize=8, color="#333333")  # fmt: skip
+            axes.annotate(number(found[name]), (max(found[name], 1), top + i), (4, 0),
+                          textcoords="offset points", va="center", fontsize=8)  # fmt: skip
         places.append(top + (height - 2) / 2)
         top += height
     axes.axvline(1, color="black", linewidth=1.2)
@@ -136,7 +136,7 @@ def roofline(results: Results) -> Any:
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_ylim(min(bandwidth * x[0], *map(gigaflops, rows)) / 1.5, 2 * peak)
-    ticks(axes.xaxis)
+    ticks(axes.xaxis, (1,))
     ticks(axes.yaxis)
     axes.set_xlabel("additions and multiplications per byte of inputs and output")
     axes.set_ylabel("10⁹ additions and multiplications a second")
