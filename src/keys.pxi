@@ -118,7 +118,12 @@ cdef void take_values(const Call *call, const Place *at, Desk *desk, Py_ssize_t 
     cdef const int64_t *page
     cdef Py_ssize_t c, width, first
     values.scale = NULL
-    if call.page == 0:
+    if call.page == 0 and call.stored != QKV_FLOAT32 and at.item.direct and not clean and (
+            call.Dv % LANES == 0):  # few rows: as they are stored, 64 columns of a row at a time
+        values.kind, values.first, values.width, values.depth = call.stored, 0, PANEL, 1
+        values.ld = call.v_row // size_of(call.stored)
+        values.start = at.v + tile * call.v_row
+    elif call.page == 0:
         values.kind, values.first, values.width, values.depth = QKV_FLOAT32, 0, call.Dv, 0
         values.start = <const char *> rows_of(call, at.v, call.v_row, tile, n, call.Dv,
                                               desk.v_rows, &values.ld)

@@ -70,8 +70,12 @@ cdef void score_tile(const Call *call, const Place *at, Desk *desk, Py_ssize_t t
     cdef const float *k
     cdef Tile keys
     if at.item.direct:
-        k = rows_of(call, at.k, call.k_row, tile, n, call.D, desk.k_rows, &ld)
-        call.ops.dots(desk.q, call.D, k, ld, desk.scores, lds, at.m, n, call.D)
+        step = n if call.stored == QKV_FLOAT32 else 2 * LANES  # what is widened stays in the cache
+        for c from 0 <= c < n by step:
+            k = rows_of(call, at.k, call.k_row, tile + c, min(step, n - c), call.D, desk.k_rows,
+                        &ld)
+            call.ops.dots(desk.q, call.D, k, ld, desk.scores + c, lds, at.m, min(step, n - c),
+                          call.D)
         return
     take_keys(call, at, desk, tile, &keys)
     for c from 0 <= c < n by PANEL:
