@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bench.caches import STORAGE, Cached, CacheUse
 from bench.kinds import Attention, Beside, Case, Product, Softmax
 
-SETS = ("encoder", "causal", "decode", "gemm", "softmax", "options", "growth", "overhead")
+SETS = ("encoder", "causal", "decode", "cache", "gemm", "softmax", "options", "growth", "overhead")
 
 
 def one_thread(case: Case) -> Case:
@@ -47,7 +48,6 @@ TABLE: tuple[Case, ...] = (
     folded(DECODE_32K),
     folded(attention("decode batch 16, 1k, GQA 4", "decode", 16, 32, 8, 1, 1024, 128)),
     attention("decode 2k, no GQA", "decode", 1, 32, 32, 1, 2048, 128),
-    # the rows of a KV cache belong here: see kinds.py
 )
 
 PRODUCTS = (
@@ -116,7 +116,47 @@ def overhead() -> tuple[Case, ...]:
     return plain, plain.but(name="call overhead, options", causal=True, scale=0.25, quick=False)
 
 
-CASES: tuple[Case, ...] = (*TABLE, *gemm(), *softmax(), *options(), *growth(), *overhead())
+def caches() -> tuple[Case, ...]:
+    rows: list[Case] = []
+    for name, *shape in (
+        ("4k, GQA 4", 1, 32, 8, 1, 4096, 128),
+        ("32k, GQA 4", 1, 32, 8, 1, 32768, 128),
+        ("batch 16, 1k, GQA 4", 16, 32, 8, 1, 1024, 128),
+        ("2k, no GQA", 1, 32, 32, 1, 2048, 128),
+        ("100k, GQA 4", 1, 32, 8, 1, 102400, 128),
+    ):
+        whole = Cached(
+            name=f"cache {name}",
+            sets=("cache",),
+            shape=tuple(shape),  # type: ignore[arg-type]
+            quick=shape[4] == 4096,
+        )
+        rows.append(whole if shape[4] < 100_000 else whole.but(rivals=()))
+        for stored in list(STORAGE)[1:]:
+            small = whole.but(name=f"{whole.name}, {stored}", stored=stored, rivals=(), quick=False)
+            rows.append(small.but(beside=(Beside("float32", whole),)))
+    for name, batch, keys, use, count in (
+        ("append 1 key", 1, 4096, "append", 1),
+        ("append 1 key, batch 16", 16, 1024, "append", 1),
+        ("append 4096 keys", 1, 4096, "append", 4096),
+        ("fork, 100k keys", 1, 100_000, "fork", 0),
+        ("reorder, batch 4, 32k keys", 4, 32768, "reorder", 0),
+    ):
+        rows.append(
+            CacheUse(name=name, sets=("cache",), shape=(batch, 8, keys, 128), use=use, count=count)
+        )
+    return tuple(rows)
+
+
+CASES: tuple[Case, ...] = (
+    *TABLE,
+    *caches(),
+    *gemm(),
+    *softmax(),
+    *options(),
+    *growth(),
+    *overhead(),
+)
 
 
 def chosen(sets: str = "", text: str = "", quick: bool = False) -> tuple[Case, ...]:

@@ -116,6 +116,14 @@ def largest_memory(row: Row, results: Results) -> Figure:
     return None if value is None else value / 1e6
 
 
+def smaller(*stored: str) -> Callable[[Results], Figure]:
+    """How much faster than float32 a step from a cache of these storage types is, at the least."""
+    names = [f"cache {name}, {kind}" for name in ("32k, GQA 4", "batch 16, 1k, GQA 4")
+             for kind in stored]  # fmt: skip
+    rows = {name: at(name, beside("float32")) for name in names}
+    return lambda results: lowest([figure(results) for figure in rows.values()])
+
+
 PREFILL = best_of("encoder", "causal")
 MATMUL, PACKED = to("NumPy", "Product", "matmul"), to("NumPy", "Product", "packed")
 SOFTMAX = to("torch", "Softmax")
@@ -147,6 +155,19 @@ CLAIMS = (
           at("decode 2k, no GQA", best), 1.7),
     Claim("decode: at least 60 % of the read bandwidth, where it counts",
           least_share(lambda row: "decode" in row["sets"]), 0.60, unit="%"),
+    Claim("cache 32k, float32: at least 5 times the best rival, which reads plain arrays",
+          at("cache 32k, GQA 4", best), 5.0),
+    Claim("cache 4k, float32: at least 3.5 times the best rival",
+          at("cache 4k, GQA 4", best), 3.5),
+    Claim("cache batch 16, float32: at least 2.5 times the best rival",
+          at("cache batch 16, 1k, GQA 4", best), 2.5),
+    Claim("cache, float32: at least 70 % of the read bandwidth, where it counts",
+          least_share(lambda row: row["options"].get("stored") == "float32"), 0.70, unit="%"),
+    Claim("cache, float16 and bfloat16: at least 1.7 times float32 at 32k and batch 16",
+          smaller("float16", "bfloat16"), 1.7),
+    Claim("cache, int8: at least 2 times float32 at 32k and batch 16", smaller("int8"), 2.0),
+    Claim("fork of 100k keys: at most 1 ms", at("fork, 100k keys", microseconds), most=1000.0,
+          unit=" us"),
     Claim("matmul: the lowest ratio to NumPy is at least 0.95",
           lambda r: lowest(MATMUL(r)), 0.95),
     Claim("matmul: geometric mean of the ratios to NumPy at least 1.0",

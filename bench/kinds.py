@@ -2,9 +2,7 @@
 
 A kind is a subclass of Case with a handful of members (below).  Its ``operations`` are method names
 that a rival is searched for, the first that it has being taken: a product with packed weights looks
-for ``packed`` and is content with ``product``.  A KV cache will be one more kind: a subclass of
-Attention with ``operations = ("cached", "attention")``; only rivals/own.py has a method ``cached``,
-and everybody else reads the plain arrays.
+for ``packed`` and is content with ``product``.  The kinds of a KV cache are in caches.py.
 """
 
 from __future__ import annotations

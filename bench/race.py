@@ -121,7 +121,8 @@ class Entrant(NamedTuple):
 
 
 def entrants(case: Case, rivals: Iterable[str]) -> list[Entrant]:
-    there = [name for name in rivals if name == "qkv_ext" or name in (case.rivals or rivals)]
+    wanted = rivals if case.rivals is None else case.rivals
+    there = [name for name in rivals if name == "qkv_ext" or name in wanted]
     beside = [Entrant(x.label, x.rival, x.case) for x in case.beside if x.rival in rivals]
     return [*(Entrant(name, name, case) for name in there), *beside]
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import qkv_ext
+from bench.caches import Cached, CacheUse
 from bench.kinds import Arrays, Attention, Case, Product, Softmax
 from bench.rivals.base import Prepared, Rival
 
@@ -50,3 +51,35 @@ class Own(Rival):
     def softmax(self, case: Softmax, arrays: Arrays) -> Prepared:
         x: np.ndarray = arrays["x"]
         return Prepared(partial(qkv_ext.softmax, x, **self._run(case)))
+
+    def cached(self, case: Cached, arrays: Arrays) -> Prepared:
+        cache = _filled(case.shape[0], arrays["k"], arrays["v"], case.stored, case.shape[4])
+        return Prepared(partial(cache.attend, arrays["q"], **self._run(case)))
+
+    def use(self, case: CacheUse, arrays: Arrays) -> Prepared:
+        kv = arrays["kv"]
+        cache = _filled(case.shape[0], kv, kv, "float32", case.shape[2])
+        more = kv[:, :, : case.count]
+        pairs = [n // 2 * 2 for n in range(case.shape[0])]
+
+        def call() -> qkv_ext.KVCache:
+            if case.use == "fork":
+                return cache.fork()
+            if case.use == "reorder":
+                cache.reorder(pairs)
+            else:
+                cache.append(more, more)
+                cache.truncate(case.shape[2])
+            return cache
+
+        return Prepared(call, lambda result: (result.lengths,))
+
+
+def _filled(batch: int, k: np.ndarray, v: np.ndarray, stored: str, length: int) -> qkv_ext.KVCache:
+    """A cache of that many keys, taken from k and v again and again."""
+    cache = qkv_ext.KVCache(batch, k.shape[1], k.shape[3], dtype=stored)
+    for start in range(0, length, 4096):
+        at = start % k.shape[2]
+        part = slice(at, at + min(4096, length - start))
+        cache.append(k[:, :, part], v[:, :, part])
+    return cache
