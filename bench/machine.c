@@ -60,17 +60,18 @@ static double on_threads(double (*measure)(const float *, size_t), const float *
     return started ? amount / (end - begin) : 0.0;
 }
 
-/* Sixteen independent chains of lanes lanes, enough to fill two pipelines of latency four. */
+/* Twelve independent chains: enough to fill two pipelines of latency four, and few enough for
+   sixteen registers. */
 #define FMA_RATE(name, attributes, vector, lanes, fma)                                             \
     attributes static double name(const float *data, size_t n) {                                   \
-        enum { CHAINS = 16, STEPS = 4000000 };                                                     \
+        enum { CHAINS = 12, STEPS = 4000000 };                                                     \
         vector acc[CHAINS], factor = (vector){0} + 0.999f, add = (vector){0} + 0.001f;             \
         volatile float sink;                                                                       \
         (void)data;                                                                                \
         (void)n;                                                                                   \
         for (int i = 0; i < CHAINS; i++) acc[i] = (vector){0} + (float)i;                          \
         for (long t = 0; t < STEPS; t++)                                                           \
-            _Pragma("GCC unroll 16") for (int i = 0; i < CHAINS; i++) acc[i] =                     \
+            _Pragma("GCC unroll 12") for (int i = 0; i < CHAINS; i++) acc[i] =                     \
                 fma(acc[i], factor, add);                                                          \
         for (int i = 1; i < CHAINS; i++) acc[0] += acc[i];                                         \
         sink = acc[0][0];                                                                          \

@@ -176,8 +176,6 @@ def switch(value: object, name: str) -> bool:
 
 def number(given: Any, name: str, kind: str, range_: str, dtype: np.dtype[Any]) -> float:
     """A real number that a dtype can hold: a Python or NumPy one, or an array of rank 0."""
-    if type(given) is float and -_LARGEST <= given <= _LARGEST:
-        return given  # the plain case, quickly
     value = given
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
@@ -198,6 +196,8 @@ def scale(given: Any, d: int, dtype: np.dtype[Any]) -> float:
         if d == 0:
             raise ValueError("scale is None, but D is 0 and 1/√0 is no number; give a scale")
         return 1.0 / math.sqrt(d)
+    if type(given) is float and -_LARGEST <= given <= _LARGEST:
+        return given  # the plain case, quickly
     return number(given, "scale", "real", f"finite {dtype}", dtype)
 
 

@@ -34,7 +34,7 @@ cdef enum:
     FEW_ROWS = 384       # a task that has to shrink gives up rows down to these, then panels
     PANELS = 4           # column panels of a task at most: one visit to a row of b packs them all
     PACK_ROWS = 16       # from here on packing a panel of b pays
-    SMALL_WORK = 400000  # multiplications below which no other thread is woken up
+    SMALL_WORK = 100000  # multiplications below which no other thread is woken up
 
 
 cdef struct Call:
