@@ -40,6 +40,20 @@ assert state() == before
     assert python(code) == ""
 
 
+@pytest.mark.skipif(qkv_ext.backends() == ("numpy",), reason="asks why nothing is compiled")
+def test_import_brings_in_nothing_else(python):
+    """Beyond NumPy's, an import costs what this package's own files cost."""
+    code = """
+import collections.abc, importlib, itertools, math, os, pathlib, platform, sys, typing, warnings
+import numpy.typing
+before = set(sys.modules)
+import qkv_ext
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+print({name for name in new if "cython" not in name})
+"""
+    assert python(code) == "{'qkv_ext'}"
+
+
 def test_import_leaves_subnormals_alone(backend, python):
     """D7 (OpenNMT/CTranslate2#1018): in the thread that imports, a new one, and after a call."""
     code = f"""
