@@ -1,0 +1,3 @@
+from qkv_ext._check import Problem
+
+def attention(problem: Problem, isa: int) -> None: ...

@@ -1,0 +1,3 @@
+from qkv_ext._check import Product
+
+def product(problem: Product, isa: int) -> None: ...

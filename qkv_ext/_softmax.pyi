@@ -1,0 +1,3 @@
+from qkv_ext._check import Rows
+
+def softmax(problem: Rows, isa: int) -> None: ...
