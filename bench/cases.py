@@ -1,71 +1,172 @@
-"""The shapes that are measured, each a problem that somebody computes."""
+"""The cases that are measured, each a problem that somebody computes, and how they are chosen."""
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+from bench.caches import STORAGE, Cached, CacheUse
+from bench.kinds import Attention, Beside, Case, Product, Softmax
 
-import numpy as np
-
-
-class Case(NamedTuple):
-    name: str
-    b: int
-    h: int
-    hkv: int
-    length: int
-    s: int
-    d: int
-    causal: bool = False
-
-    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """q (B, H, L, D), k and v (B, Hkv, S, D), the same in every process."""
-        rng = np.random.default_rng(7)
-        q = rng.standard_normal((self.b, self.h, self.length, self.d), np.float32)
-        k = rng.standard_normal((self.b, self.hkv, self.s, self.d), np.float32)
-        v = rng.standard_normal((self.b, self.hkv, self.s, self.d), np.float32)
-        return q, k, v
-
-    @property
-    def decode(self) -> bool:
-        """A decode step waits for memory: it is measured in bytes of K and V."""
-        return self.length == 1
-
-    @property
-    def work(self) -> float:
-        """Bytes of K and V, or additions and multiplications, half of them where causal."""
-        if self.decode:
-            return 8.0 * self.b * self.hkv * self.s * self.d
-        return 4.0 * self.b * self.h * self.length * self.s * self.d / (2 if self.causal else 1)
-
-    @property
-    def unit(self) -> str:
-        return "GB/s" if self.decode else "GF/s"
-
-    def exact(self) -> np.ndarray:
-        """The output in float64 for the first and the last query row of the last head."""
-        q, k, v = (x[-1, -1].astype(np.float64) for x in self.arrays())
-        rows = []
-        for i in (0, self.length - 1):
-            last = i + self.s - self.length + 1 if self.causal else self.s
-            scores = k[:last] @ q[i] / math.sqrt(self.d)
-            weights = np.exp(scores - scores.max())
-            rows.append(weights @ v[:last] / weights.sum())
-        return np.array(rows)
+SETS = ("encoder", "causal", "decode", "cache", "gemm", "softmax", "options", "growth", "overhead")
 
 
-CASES = (
-    Case("MiniLM, one sentence", 1, 12, 12, 128, 128, 32),
-    Case("MiniLM, batch 32", 32, 12, 12, 128, 128, 32),
-    Case("BERT, batch 8", 8, 12, 12, 512, 512, 64),
-    Case("ViT", 1, 12, 12, 197, 197, 64),
-    Case("encoder 2k", 1, 16, 16, 2048, 2048, 64),
-    Case("causal 1k, GQA 4", 1, 32, 8, 1024, 1024, 128, True),
-    Case("causal 4k", 1, 8, 8, 4096, 4096, 128, True),
-    Case("cross", 1, 8, 8, 448, 1500, 64),
-    Case("decode 4k, GQA 4", 1, 32, 8, 1, 4096, 128),
-    Case("decode 32k, GQA 4", 1, 32, 8, 1, 32768, 128),
-    Case("decode batch 16, 1k, GQA 4", 16, 32, 8, 1, 1024, 128),
-    Case("decode 2k, no GQA", 1, 32, 32, 1, 2048, 128),
-    Case("call overhead", 1, 1, 1, 4, 4, 8),
+def one_thread(case: Case) -> Case:
+    """The case with our own call on one thread beside it."""
+    return case.but(beside=(*case.beside, Beside("one thread", case.but(threads=1))))
+
+
+def avx2(case: Case) -> Case:
+    """The case with our own call by the avx2 backend beside it."""
+    return case.but(beside=(*case.beside, Beside("avx2", case.but(backend="avx2"))))
+
+
+def folded(case: Attention) -> Case:
+    """A decode step of grouped heads, and torch given the heads of a group as rows of one head."""
+    beside = Beside("torch, group as rows", case.but(fold=True), "torch")
+    return case.but(beside=(*case.beside, beside))
+
+
+def attention(name: str, sets: str, *shape: int, **fields: object) -> Attention:
+    return Attention(name=name, sets=(sets,), shape=shape, **fields)  # type: ignore[arg-type]
+
+
+BERT = attention("BERT, batch 8", "encoder", 8, 12, 12, 512, 512, 64)
+ENCODER = attention("encoder 2k", "encoder", 1, 16, 16, 2048, 2048, 64, quick=True)
+CAUSAL_1K = attention("causal 1k, GQA 4", "causal", 1, 32, 8, 1024, 1024, 128,
+                      causal=True, quick=True)  # fmt: skip
+CAUSAL_4K = attention("causal 4k", "causal", 1, 8, 8, 4096, 4096, 128, causal=True)
+DECODE_32K = attention("decode 32k, GQA 4", "decode", 1, 32, 8, 1, 32768, 128, quick=True)
+
+TABLE: tuple[Case, ...] = (
+    attention("MiniLM, one sentence", "encoder", 1, 12, 12, 128, 128, 32, quick=True),
+    one_thread(attention("MiniLM, batch 32", "encoder", 32, 12, 12, 128, 128, 32)),
+    one_thread(BERT),
+    attention("ViT", "encoder", 1, 12, 12, 197, 197, 64),
+    avx2(one_thread(ENCODER)),
+    attention("cross", "encoder", 1, 8, 8, 448, 1500, 64),
+    one_thread(CAUSAL_1K),
+    avx2(one_thread(CAUSAL_4K.but(beside=(Beside("not causal", CAUSAL_4K.but(causal=False)),)))),
+    folded(attention("decode 4k, GQA 4", "decode", 1, 32, 8, 1, 4096, 128)),
+    folded(DECODE_32K),
+    folded(attention("decode batch 16, 1k, GQA 4", "decode", 16, 32, 8, 1, 1024, 128)),
+    attention("decode 2k, no GQA", "decode", 1, 32, 32, 1, 2048, 128),
 )
+
+PRODUCTS = (
+    (1, 384, 384), (16, 384, 1152), (128, 384, 384), (128, 384, 1152), (512, 768, 2304),
+    (2048, 768, 768), (1, 4096, 4096), (1024, 1024, 1024), (2048, 4096, 4096),
+)  # fmt: skip
+
+
+def gemm() -> tuple[Case, ...]:
+    rows: list[Case] = []
+    for shape in PRODUCTS:
+        for packed in (False, True):
+            name = f"{'packed' if packed else 'matmul'} ({', '.join(map(str, shape))})"
+            quick = shape == (128, 384, 1152)
+            case = Product(
+                name=name, sets=("gemm",), shape=shape, packed=packed, quick=quick,
+                rivals=("NumPy", "torch", "ORT"),
+            )  # fmt: skip
+            rows.append(one_thread(case) if shape == (2048, 4096, 4096) else case)
+    return tuple(rows)
+
+
+def softmax() -> tuple[Case, ...]:
+    return tuple(
+        Softmax(
+            name=f"softmax, rows of {columns}", sets=("softmax",), quick=columns == 1024,
+            shape=(2**21 // columns, columns), rivals=("NumPy", "torch"),
+        )
+        for columns in (128, 1024, 8192)
+    )  # fmt: skip
+
+
+def options() -> tuple[Case, ...]:
+    rows: list[Case] = []
+    for d in (64, 128):
+        rows.append(
+            attention(f"window 1024 of 16k, D {d}", "options", 1, 8, 8, 16384, 16384, d,
+                      causal=True, window=1024, rivals=("torch",), most_rounds=5)
+        )  # fmt: skip
+    masked = BERT.but(name="BERT, float mask", sets=("options",), mask=True, quick=True)
+    rows.append(masked.but(beside=(Beside("no mask", BERT),)))
+    rows.append(
+        BERT.but(name="BERT, weights returned", sets=("options",), weights=True,
+                 rivals=("NumPy", "torch"))
+    )  # fmt: skip
+    for dtype in ("float16", "bfloat16"):
+        for case in (ENCODER, CAUSAL_1K, DECODE_32K):
+            name = f"{case.name.split(',')[0]}, {dtype}"
+            changed = case.but(
+                name=name, sets=("options",), dtype=dtype, rivals=("torch",), quick=False
+            )
+            rows.append(changed.but(beside=(Beside("float32", case),)))
+    return tuple(rows)
+
+
+def growth() -> tuple[Case, ...]:
+    return tuple(
+        attention(f"growth, L {2**power}", "growth", 1, 8, 8, 2**power, 2**power, 64,
+                  memory=True, quick=power in (9, 11), most_rounds=3 if power > 13 else 99)
+        for power in range(9, 16)
+    )  # fmt: skip
+
+
+def overhead() -> tuple[Case, ...]:
+    plain = attention("call overhead", "overhead", 1, 1, 1, 4, 4, 8, overhead=True, quick=True)
+    return plain, plain.but(name="call overhead, options", causal=True, scale=0.25, quick=False)
+
+
+def caches() -> tuple[Case, ...]:
+    rows: list[Case] = []
+    for name, *shape in (
+        ("4k, GQA 4", 1, 32, 8, 1, 4096, 128),
+        ("32k, GQA 4", 1, 32, 8, 1, 32768, 128),
+        ("batch 16, 1k, GQA 4", 16, 32, 8, 1, 1024, 128),
+        ("2k, no GQA", 1, 32, 32, 1, 2048, 128),
+        ("100k, GQA 4", 1, 32, 8, 1, 102400, 128),
+    ):
+        whole = Cached(
+            name=f"cache {name}",
+            sets=("cache",),
+            shape=tuple(shape),  # type: ignore[arg-type]
+            quick=shape[4] == 4096,
+        )
+        rows.append(whole if shape[4] < 100_000 else whole.but(rivals=()))
+        for stored in list(STORAGE)[1:]:
+            small = whole.but(name=f"{whole.name}, {stored}", stored=stored, rivals=(), quick=False)
+            rows.append(small.but(beside=(Beside("float32", whole),)))
+    for name, batch, keys, use, count in (
+        ("append 1 key", 1, 4096, "append", 1),
+        ("append 1 key, batch 16", 16, 1024, "append", 1),
+        ("append 4096 keys", 1, 4096, "append", 4096),
+        ("fork, 100k keys", 1, 100_000, "fork", 0),
+        ("reorder, batch 4, 32k keys", 4, 32768, "reorder", 0),
+    ):
+        rows.append(
+            CacheUse(name=name, sets=("cache",), shape=(batch, 8, keys, 128), use=use, count=count)
+        )
+    return tuple(rows)
+
+
+CASES: tuple[Case, ...] = (
+    *TABLE,
+    *caches(),
+    *gemm(),
+    *softmax(),
+    *options(),
+    *growth(),
+    *overhead(),
+)
+
+
+def chosen(sets: str = "", text: str = "", quick: bool = False) -> tuple[Case, ...]:
+    """The cases of the comma-separated sets (all by default) whose name holds the text."""
+    names = [name.strip() for name in sets.split(",") if name.strip()] or list(SETS)
+    unknown = [name for name in names if name not in SETS]
+    if unknown:
+        raise ValueError(f"--set is a list of {', '.join(SETS)}; got {unknown[0]!r}")
+    return tuple(
+        case
+        for case in CASES
+        if set(case.sets) & set(names) and text in case.name and (case.quick or not quick)
+    )

@@ -4,6 +4,8 @@
    cc -O3 -shared -fPIC machine.c -o machine.so -lpthread */
 #define _GNU_SOURCE
 #include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
 #include <stddef.h>
 #include <time.h>
 
@@ -13,36 +15,49 @@ static double now(void) {
     return t.tv_sec + t.tv_nsec * 1e-9;
 }
 
-/* One measurement on every thread at once; a thread writes its rate, in units of 1e9 a second. */
+/* One measurement on every thread at once.  A thread says how much it did, in units of 1e9, and when
+   it began and ended; together they took from the first begin to the last end. */
 typedef struct {
     double (*measure)(const float *data, size_t n);
     const float *data;
     size_t n;
-    double rate;
+    atomic_int *waiting;
+    double amount, begin, end;
 } work;
 
 static void *run(void *argument) {
     work *w = argument;
-    w->rate = w->measure(w->data, w->n);
+    atomic_fetch_sub(w->waiting, 1);
+    while (atomic_load(w->waiting) > 0) sched_yield(); /* all begin together */
+    w->begin = now();
+    w->amount = w->measure(w->data, w->n);
+    w->end = now();
     return NULL;
 }
 
 static double on_threads(double (*measure)(const float *, size_t), const float *data, size_t n,
                          int threads) {
     enum { MOST = 256 };
-    static work works[MOST];
+    work works[MOST];
     pthread_t ids[MOST];
-    double sum = 0.0;
+    double amount = 0.0, begin = 0.0, end = 0.0;
     int started = 0;
     if (threads > MOST) threads = MOST;
+    atomic_int waiting = threads;
     for (int i = 0; i < threads; i++) {
-        works[i] = (work){measure, data ? data + i * (n / threads) : NULL, n / threads, 0.0};
+        works[i] = (work){measure, data ? data + i * (n / threads) : NULL, n / threads, &waiting,
+                          0.0, 0.0, 0.0};
         if (pthread_create(&ids[i], NULL, run, &works[i])) break;
         started++;
     }
+    atomic_fetch_sub(&waiting, threads - started);
     for (int i = 0; i < started; i++) pthread_join(ids[i], NULL);
-    for (int i = 0; i < started; i++) sum += works[i].rate;
-    return sum;
+    for (int i = 0; i < started; i++) {
+        amount += works[i].amount;
+        if (i == 0 || works[i].begin < begin) begin = works[i].begin;
+        if (i == 0 || works[i].end > end) end = works[i].end;
+    }
+    return started ? amount / (end - begin) : 0.0;
 }
 
 /* Sixteen independent chains of lanes lanes, enough to fill two pipelines of latency four. */
@@ -50,20 +65,17 @@ static double on_threads(double (*measure)(const float *, size_t), const float *
     attributes static double name(const float *data, size_t n) {                                   \
         enum { CHAINS = 16, STEPS = 4000000 };                                                     \
         vector acc[CHAINS], factor = (vector){0} + 0.999f, add = (vector){0} + 0.001f;             \
-        double start, seconds;                                                                     \
         volatile float sink;                                                                       \
         (void)data;                                                                                \
         (void)n;                                                                                   \
         for (int i = 0; i < CHAINS; i++) acc[i] = (vector){0} + (float)i;                          \
-        start = now();                                                                             \
         for (long t = 0; t < STEPS; t++)                                                           \
             _Pragma("GCC unroll 16") for (int i = 0; i < CHAINS; i++) acc[i] =                     \
                 fma(acc[i], factor, add);                                                          \
-        seconds = now() - start;                                                                   \
         for (int i = 1; i < CHAINS; i++) acc[0] += acc[i];                                         \
         sink = acc[0][0];                                                                          \
         (void)sink;                                                                                \
-        return 2.0 * CHAINS * lanes * STEPS / seconds / 1e9;                                       \
+        return 2.0 * CHAINS * lanes * STEPS / 1e9;                                                 \
     }
 
 #define TIMES_PLUS(a, b, c) ((a) * (b) + (c))
@@ -88,21 +100,19 @@ double fma_peak(const char *isa, int threads) {
     return isa[0] == 's' || isa[0] == 'n' ? on_threads(fma_scalar, NULL, 0, threads) : 0.0;
 }
 
-static double read_rate(const float *data, size_t n) {
+static double read(const float *data, size_t n) {
     const four *p = (const four *)data;
     four sums[8] = {{0}};
-    double start = now();
     volatile float sink;
     for (size_t i = 0; i + 8 <= n / 4; i += 8)
         _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++) sums[j] += p[i + j];
-    start = now() - start;
     for (int j = 1; j < 8; j++) sums[0] += sums[j];
     sink = sums[0][0];
     (void)sink;
-    return n * sizeof(float) / start / 1e9;
+    return n * sizeof(float) / 1e9;
 }
 
 /* GB/s of a streaming sum over n floats, aligned to 16 bytes, each thread over its own share. */
 double read_bandwidth(const float *data, size_t n, int threads) {
-    return on_threads(read_rate, data, n / 1024 * 1024, threads);
+    return on_threads(read, data, n / 1024 * 1024, threads);
 }

@@ -4,6 +4,7 @@ from qkv_ext._backends import PerformanceWarning, backends
 from qkv_ext._config import show_config
 from qkv_ext._packed import PackedWeight
 from qkv_ext.attention import alibi_slopes, scaled_dot_product_attention, varlen_attention
+from qkv_ext.cache import KVCache
 from qkv_ext.linear import linear_projection, matmul, pack_weight, softmax
 from qkv_ext.merge import merge_attention
 from qkv_ext.multihead import MultiHeadAttention
@@ -14,6 +15,7 @@ from qkv_ext.tracing import trace, trace_cross, trace_self
 __version__ = "0.1.0"
 
 __all__ = [
+    "KVCache",
     "MultiHeadAttention",
     "PackedWeight",
     "PerformanceWarning",

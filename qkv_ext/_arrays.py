@@ -17,6 +17,7 @@ Array: TypeAlias = NDArray[Any]
 FLOAT32 = np.dtype(np.float32)
 FLOAT64 = np.dtype(np.float64)
 FLOAT16 = np.dtype(np.float16)
+_LARGEST = float(np.finfo(FLOAT32).max)
 _KNOWN: dict[Any, np.dtype[Any]] = {FLOAT32: FLOAT32, FLOAT64: FLOAT64, FLOAT16: FLOAT16}
 
 
@@ -175,6 +176,8 @@ def switch(value: object, name: str) -> bool:
 
 def number(given: Any, name: str, kind: str, range_: str, dtype: np.dtype[Any]) -> float:
     """A real number that a dtype can hold: a Python or NumPy one, or an array of rank 0."""
+    if type(given) is float and -_LARGEST <= given <= _LARGEST:
+        return given  # the plain case, quickly
     value = given
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]

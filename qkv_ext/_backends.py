@@ -27,13 +27,20 @@ class PerformanceWarning(UserWarning):
 
 
 class Backend(NamedTuple):
-    """One name of ``backends()`` with the functions that compute; each takes (problem, isa)."""
+    """One name of ``backends()`` with the functions that compute; they take (problem, isa).
+
+    The plain ones take what the caller gave, for a call without options, and return the output, or
+    None where the arrays want a look from _check.py first.
+    """
 
     name: str
     isa: int  # the place in the compiled kernel table, -1 for NumPy
     attention: Callable[[Any, int], None]
     product: Callable[[Any, int], None]
     softmax: Callable[[Any, int], None]
+    plain_attention: Callable[..., Any]  # (q, k, v, causal, threads, isa)
+    plain_product: Callable[..., Any]  # (a, b, bias, columns of a packed b, rank, threads, isa)
+    plain_softmax: Callable[..., Any]  # (x, threads, isa)
 
 
 def _flag(name: str) -> bool:
@@ -90,7 +97,9 @@ def _load(required: bool) -> tuple[dict[str, Any], str]:
 _modules, NOT_COMPILED = _load(_flag("QKV_EXT_REQUIRE_C"))  #: modules, or why there are none
 
 _TABLE: dict[str, Backend] = {
-    "numpy": Backend("numpy", -1, _numpy.attention, _numpy.product, _numpy.softmax)
+    "numpy": Backend(
+        "numpy", -1, _numpy.attention, _numpy.product, _numpy.softmax, *(lambda *_: None,) * 3
+    )
 }
 COMPILED_IN: tuple[str, ...] = ()  #: instruction sets of this build, runnable here or not
 COMPILER = ""
@@ -104,6 +113,9 @@ if _modules:
             _modules["_attention"].attention,
             _modules["_matmul"].product,
             _modules["_softmax"].softmax,
+            _modules["_attention"].plain,
+            _modules["_matmul"].plain,
+            _modules["_softmax"].plain,
         )
 
 
@@ -152,8 +164,13 @@ def _levels_to_caller() -> int:
     return level
 
 
-def choose(name: str | None, dtype: np.dtype[Any]) -> Backend:
-    """The backend of one call: the one that is named, or the default.
+def quickly(name: str | None) -> Backend:
+    """choose for the plain functions of a backend, which look at the dtype themselves."""
+    return DEFAULT if name is None else choose(name, None)
+
+
+def choose(name: str | None, dtype: np.dtype[Any] | None) -> Backend:
+    """The backend of one call on arrays of a dtype: the one that is named, or the default.
 
     float64 is computed by NumPy: a compiled backend that is named for this very call rejects it,
     and one that is merely the default steps aside with a warning, once.

@@ -17,6 +17,7 @@ from qkv_ext import _arrays, _backends, _rules
 from qkv_ext._arrays import FLOAT32, Array, operand, same_dtype
 from qkv_ext._packed import PackedWeight
 from qkv_ext._rules import CAUSAL, PLAIN, Rules
+from qkv_ext._store import Pages
 from qkv_ext._threads import threads_of
 
 
@@ -34,6 +35,7 @@ class Problem(NamedTuple):
     weights: Array | None  # (..., H, L, S), in the dtype of computation
     lse: Array | None  # (..., H, L), in the dtype of computation
     threads: int
+    pages: Pages | None = None  # of a KVCache, in whose place k and v have only their shapes
 
 
 class Product(NamedTuple):
@@ -81,7 +83,7 @@ def _shapes(given: tuple[Array, ...]) -> str:
     return "q, k and v have shapes {}, {} and {}".format(*(x.shape for x in given))
 
 
-_NO_OFFSET = 0  # the default itself: any other 0 is checked like every number
+NO_OFFSET = 0  #: the default itself: any other 0 is checked like every number
 
 
 def attention(
@@ -107,12 +109,14 @@ def attention(
     threads: Any,
     backend: Any,
     given: tuple[Array, ...] | None = None,
+    pages: Pages | None = None,
 ) -> Checked[Problem]:
     """Check a call of scaled_dot_product_attention; see there for the arguments.
 
     given is q, k and v as the caller has them, for the errors, where they were changed already.
+    Where pages hold the keys and values, q is checked and k and v tell their shapes only.
     """
-    if not (
+    if pages is None and not (
         type(q) is type(k) is type(v) is np.ndarray
         and q.dtype is k.dtype is v.dtype is FLOAT32
         and q.flags.carray
@@ -168,7 +172,7 @@ def attention(
         rules = _rules.rules(
             causal, window, softcap, alibi_slopes, sinks, lead[0], inner, h, compute
         )
-    if q_lengths is kv_lengths is query_offset is None and key_offset is _NO_OFFSET:
+    if q_lengths is kv_lengths is query_offset is None and key_offset is NO_OFFSET:
         shift = s - length if align == "bottom-right" else 0
     else:
         batch = lead[0] if rank > 2 else None
@@ -211,7 +215,7 @@ def attention(
     if return_lse is not False and _arrays.switch(return_lse, "return_lse"):
         lse = np.empty((*lead, h, length), compute)
         arrays = (*arrays, lse if rank > 3 else lse[_HEADLESS[rank]])
-    fields = (q, k, v, mask, scale, shift, rules, target, weights, lse, count)
+    fields = (q, k, v, mask, scale, shift, rules, target, weights, lse, count, pages)
     return chosen, tuple.__new__(Problem, fields), arrays, copies  # Problem(...) in half the time
 
 

@@ -16,6 +16,7 @@ cdef extern from "kernels.h" nogil:
         QKV_FLOAT32
         QKV_FLOAT16
         QKV_BFLOAT16
+        QKV_INT8
 
     ctypedef struct qkv_row:
         Py_ssize_t lo
@@ -27,33 +28,39 @@ cdef extern from "kernels.h" nogil:
         const float *bias
         Py_ssize_t mask_step
         float *scores
-        float max
-        float sum
 
     ctypedef struct qkv_kernels:
         const char *name
         Py_ssize_t rows
         void (*product)(const float *a, Py_ssize_t lda, const float *b, Py_ssize_t ldb, float *c,
                         Py_ssize_t ldc, const float *keep, Py_ssize_t m, Py_ssize_t n,
-                        Py_ssize_t k, const float *next, Py_ssize_t ldn) noexcept nogil
+                        Py_ssize_t k) noexcept nogil
+        void (*product_stored)(int kind, const float *a, Py_ssize_t lda, const void *b,
+                               Py_ssize_t ldb, float *c, Py_ssize_t ldc, const float *keep,
+                               Py_ssize_t m, Py_ssize_t n, Py_ssize_t k) noexcept nogil
         void (*dots)(const float *a, Py_ssize_t lda, const float *b, Py_ssize_t ldb, float *c,
-                     Py_ssize_t ldc, Py_ssize_t m, Py_ssize_t n, Py_ssize_t k, const float *next,
-                     Py_ssize_t ldn) noexcept nogil
+                     Py_ssize_t ldc, Py_ssize_t m, Py_ssize_t n, Py_ssize_t k) noexcept nogil
         void (*pack)(const float *b, Py_ssize_t ldb, float *panel, Py_ssize_t n,
                      Py_ssize_t k) noexcept nogil
         void (*softmax_tile)(float *s, Py_ssize_t lds, Py_ssize_t m, Py_ssize_t n,
-                             Py_ssize_t first, qkv_row *rows, float *factor) noexcept nogil
+                             Py_ssize_t first, const qkv_row *rows, float *max, float *sum,
+                             float *factor) noexcept nogil
         void (*adjust)(float *s, Py_ssize_t n, Py_ssize_t first,
                        const qkv_row *row) noexcept nogil
-        int (*scaled)(const float *x, float factor, float *y, Py_ssize_t n) noexcept nogil
+        int (*scaled)(const float *x, Py_ssize_t ldx, const float *factor, float *y,
+                      Py_ssize_t ldy, Py_ssize_t m, Py_ssize_t n) noexcept nogil
         void (*weights)(const float *x, float max, float factor, float *y,
                         Py_ssize_t n) noexcept nogil
         void (*softmax)(const float *x, float *y, Py_ssize_t n) noexcept nogil
-        void (*widen)(int kind, const uint16_t *x, Py_ssize_t ldx, float *y, Py_ssize_t m,
-                      Py_ssize_t n, const uint16_t *next, Py_ssize_t ldn) noexcept nogil
+        void (*widen)(int kind, const void *x, Py_ssize_t ldx, float *y, Py_ssize_t m,
+                      Py_ssize_t n) noexcept nogil
+        void (*times)(float *s, Py_ssize_t lds, Py_ssize_t m, Py_ssize_t n,
+                      const float *factor) noexcept nogil
         void (*narrow)(int kind, const float *x, uint16_t *y, Py_ssize_t n) noexcept nogil
         void (*exp)(const float *x, float *y, Py_ssize_t n) noexcept nogil
         void (*tanh)(const float *x, float *y, Py_ssize_t n) noexcept nogil
+
+    void qkv_prefetch(const char *p, Py_ssize_t n) noexcept
 
 
 cdef extern from "pool.h" nogil:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv_ext import _arrays, _check, _rules
-from qkv_ext._arrays import Array, operand, same_dtype
+from qkv_ext._arrays import FLOAT64, Array, operand, same_dtype
 from qkv_ext._packed import PackedWeight
 from qkv_ext.rotary import tables
 
@@ -252,6 +252,12 @@ def positions(
         offset = spans[:, _rules.SHIFT, None] + key_offset
         queries = np.where(i < spans[:, _rules.Q_LENGTH, None], i + offset, 0)
         keys = np.where(j < spans[:, _rules.K_LENGTH].max(initial=0), j + key_offset, 0)
+    _covered(rows, queries, keys)
+    return queries, keys
+
+
+def _covered(rows: int, queries: Array, keys: Array) -> None:
+    """Tables of that many rows have one for each of the positions."""
     for name, at in (("queries", queries), ("keys", keys)):
         low, high = at.min(initial=0), at.max(initial=0)
         if low < 0 or high >= max(rows, 1):
@@ -260,4 +266,49 @@ def positions(
                 if low >= 0
                 else f"rotary has rows from 0 on, but {name} stand at positions from {low} on"
             )
+
+
+def cached_positions(
+    length: int, before: list[int], counts: list[int], rows: int, options: dict[str, Any]
+) -> tuple[Array, Array]:
+    """Where queries and the keys that are appended with them stand, both (B, L), as positions."""
+    align, key_offset = options.get("align", "bottom-right"), options.get("key_offset", 0)
+    _arrays.choice(align, "align", ("bottom-right", "top-left"))
+    after = [there + count for there, count in zip(before, counts, strict=True)]
+    kv_lengths = options.get("kv_lengths")
+    _, spans = _rules.spans(
+        align, counts, after if kv_lengths is None else kv_lengths, options.get("query_offset"),
+        key_offset, len(before), 1, length, max(after, default=0),
+    )  # fmt: skip
+    assert spans is not None
+    i, taken = np.arange(length), np.array(counts, np.int64).reshape(-1, 1)
+    queries = i + spans[:, _rules.SHIFT, None] + key_offset
+    keys = i + np.array(before, np.int64).reshape(-1, 1) + key_offset
+    queries, keys = np.where(i < taken, queries, 0), np.where(i < taken, keys, 0)
+    _covered(rows, queries, keys)
     return queries, keys
+
+
+def cached_call(
+    x: Any, cache: Any, layer: Projections, options: Mapping[str, Any]
+) -> tuple[Array, list[int]]:
+    """Check a sequence against a cache, and how many of its rows each item has."""
+    array = sequence(sequence(x, "x", layer, "q"), "x", layer, "k")
+    if array.dtype == FLOAT64:
+        raise TypeError("x has dtype float64; a cache takes float32, float16 or bfloat16")
+    d, dv = (layer.weights[part].shape[1] // layer.num_kv_heads for part in "kv")
+    if (cache.num_kv_heads, cache.head_dim, cache.v_dim) != (layer.num_kv_heads, d, dv):
+        raise ValueError(
+            f"cache is {cache!r}; expected num_kv_heads={layer.num_kv_heads}, head_dim={d} and "
+            f"v_dim={dv}, as the weights have"
+        )
+    batch, single = cache.batch, array.ndim == 2
+    if array.ndim > 3 or (1 if single else array.shape[0]) != batch:
+        raise ValueError(
+            f"x has shape {array.shape}; expected ({batch}, L, {array.shape[-1]}), as the cache has"
+        )
+    given, length = options.get("q_lengths"), array.shape[-2]
+    if given is None:
+        return array, [length] * batch
+    counts = _rules.integers(given, "q_lengths", None if single else batch, 0, length)
+    return array, counts.reshape(batch).tolist()

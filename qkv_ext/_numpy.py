@@ -39,9 +39,14 @@ def attention(problem: Problem, isa: int = -1) -> None:
 
 
 def _items(problem: Problem) -> Iterator[Problem]:
-    """A problem whose items differ in lengths or offsets, as one problem an item."""
-    rules, lead = problem.rules, problem.out.shape[:-3]
-    if rules.spans is None:
+    """A problem whose items differ in lengths or offsets, or lie in pages, as one an item."""
+    rules, lead, pages = problem.rules, problem.out.shape[:-3], problem.pages
+    if rules.spans is not None:
+        spans = rules.spans.tolist()
+    elif pages is not None:
+        length, s = problem.out.shape[-2], problem.k.shape[-2]
+        spans = [[n, 0, length, length, 0, s, problem.shift] for n in range(len(pages.items))]
+    else:
         yield problem
         return
 
@@ -53,7 +58,7 @@ def _items(problem: Problem) -> Iterator[Problem]:
     for array, value in ((problem.out, 0), (problem.weights, 0), (problem.lse, -np.inf)):
         if array is not None:
             array[...] = value  # rows past an item's length are no rows
-    for n, span in enumerate(rules.spans.tolist()):
+    for n, span in enumerate(spans):
         item, q_start, q_length, _, k_start, k_length, shift = span
         queries = slice(q_start, q_start + q_length)
         keys = slice(k_start, k_start + k_length)
@@ -69,14 +74,15 @@ def _items(problem: Problem) -> Iterator[Problem]:
             slopes = slopes[n : n + 1]
         yield problem._replace(
             q=own(problem.q, item, queries),
-            k=own(problem.k, item, keys),
-            v=own(problem.v, item, keys),
+            k=own(problem.k, item, keys) if pages is None else pages.keys(item, k_length),
+            v=own(problem.v, item, keys) if pages is None else pages.values(item, k_length),
             mask=mask,
             shift=shift,
             rules=rules._replace(spans=None, slopes=slopes),
             out=problem.out[index][:, queries],
             weights=None if problem.weights is None else problem.weights[index][:, queries, keys],
             lse=None if problem.lse is None else problem.lse[index][:, queries],
+            pages=None,
         )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from numpy.typing import ArrayLike, NDArray
 
 from qkv_ext import _check
+from qkv_ext._arrays import FLOAT32
+from qkv_ext._backends import quickly
 from qkv_ext._packed import PackedWeight
+from qkv_ext._threads import threads_of
 
 Array = NDArray[Any]
 
@@ -68,6 +71,11 @@ def matmul(
     The blocking is that of K. Goto and R. van de Geijn, "Anatomy of High-Performance Matrix
     Multiplication", ACM TOMS 34 (2008).
     """
+    if out is None:  # most arrays can be taken as they are
+        chosen = quickly(backend)
+        plain = chosen.plain_product(a, b, None, 0, 2, threads_of(threads), chosen.isa)
+        if plain is not None:
+            return cast(Array, plain)
     chosen, problem, arrays, copies = _check.matmul(a, b, out, threads, backend)
     chosen.product(problem, chosen.isa)
     output: Array = _check.deliver(arrays, copies)
@@ -122,6 +130,14 @@ def linear_projection(
     >>> qkv_ext.linear_projection(x, qkv_ext.pack_weight(w)).shape
     (4, 3)
     """
+    if out is None:  # most arrays can be taken as they are
+        chosen = quickly(backend)
+        matrix, columns = w, 0
+        if isinstance(w, PackedWeight) and w.dtype is FLOAT32:
+            matrix, columns = w.panels, w.shape[1]
+        plain = chosen.plain_product(x, matrix, b, columns, 1, threads_of(threads), chosen.isa)
+        if plain is not None:
+            return cast(Array, plain)
     chosen, problem, arrays, copies = _check.linear(x, w, b, out, threads, backend)
     chosen.product(problem, chosen.isa)
     output: Array = _check.deliver(arrays, copies)
@@ -202,6 +218,11 @@ def softmax(
     >>> qkv_ext.softmax(np.float32([1000.0, 1000.0]))
     array([0.5, 0.5], dtype=float32)
     """
+    if out is None and type(axis) is int and axis == -1:
+        chosen = quickly(backend)
+        plain = chosen.plain_softmax(x, threads_of(threads), chosen.isa)
+        if plain is not None:
+            return cast(Array, plain)
     chosen, problem, arrays, copies = _check.softmax(x, axis, out, threads, backend)
     chosen.softmax(problem, chosen.isa)
     output: Array = _check.deliver(arrays, copies)

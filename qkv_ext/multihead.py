@@ -8,9 +8,10 @@ from typing import Any, Literal, Unpack, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv_ext import _layers, _state_dict
+from qkv_ext import _cached, _layers, _state_dict
 from qkv_ext._packed import PackedWeight
 from qkv_ext.attention import Options
+from qkv_ext.cache import KVCache
 from qkv_ext.linear import pack_weight
 from qkv_ext.projected import ProjectedKV, Weight, attend, project_kv
 
@@ -23,6 +24,7 @@ class CallOptions(Options, total=False):
     """The options of a layer's call; none changes what it returns."""
 
     kv: ProjectedKV | None
+    cache: KVCache | None
     rotary: tuple[ArrayLike, ArrayLike] | None
     interleaved: bool
     rotary_dim: int | None
@@ -285,6 +287,7 @@ class MultiHeadAttention:
         context: ArrayLike | None = None,
         *,
         kv: ProjectedKV | None = None,
+        cache: KVCache | None = None,
         rotary: tuple[ArrayLike, ArrayLike] | None = None,
         interleaved: bool = False,
         rotary_dim: int | None = None,
@@ -301,11 +304,15 @@ class MultiHeadAttention:
             What keys and values are projected from; x by default.
         kv : ProjectedKV, optional
             Keys and values that are projected already, instead of a context.
+        cache : KVCache, optional
+            Where the keys and values of x are appended; x (B, L, d_in), or (L, d_in) for a batch of
+            one, then attends to all that are there.  With q_lengths only so many rows of each item
+            are appended.  S is the largest length that the cache has then.
         rotary : (cos, sin), optional
             Tables as ``rotary_tables`` makes them.  Q and K are turned as ``apply_rotary`` does it,
             at the positions of causal, window and ALiBi: query i at i + offset, which is i in
             self-attention without more options and i + query_offset where that is given, and key j
-            at j + key_offset.
+            at j + key_offset.  With a cache x goes on where its lengths end.
         interleaved, rotary_dim : optional
             As in ``apply_rotary``.
         return_weights, return_lse : bool
@@ -324,8 +331,9 @@ class MultiHeadAttention:
         Raises
         ------
         TypeError, ValueError
-            As ``scaled_dot_product_attention`` and ``apply_rotary`` do; both context and kv;
-            positions for which rotary has no row; interleaved or rotary_dim without rotary.
+            As ``scaled_dot_product_attention`` and ``apply_rotary`` do; two of context, kv and
+            cache; positions for which rotary has no row; interleaved or rotary_dim without rotary.
+            If a call fails its cache is as it was.
 
         Examples
         --------
@@ -336,9 +344,20 @@ class MultiHeadAttention:
         >>> lengths = {"q_lengths": [5, 3], "kv_lengths": [5, 3]}
         >>> mha(x, rotary=qkv_ext.rotary_tables(5, 4), causal=True, **lengths).shape
         (2, 5, 8)
+        >>> cache, rotary = qkv_ext.KVCache(2, 2, 4), qkv_ext.rotary_tables(64, 4)
+        >>> mha(x, cache=cache, rotary=rotary, causal=True, q_lengths=[5, 3]).shape
+        (2, 5, 8)
+        >>> mha(x[:, :1], cache=cache, rotary=rotary).shape, cache.lengths
+        ((2, 1, 8), array([6, 4]))
         """
         _layers.known(options)
         turn = _layers.rotary(rotary, interleaved, rotary_dim, self._layer)
+        if cache is not None:
+            if context is not None or kv is not None:
+                name = "kv" if context is None else "context"
+                raise ValueError(f"{name} and cache are both given; expected one of them")
+            asked = return_weights, return_lse
+            return _cached.attend(self._layer, x, cache, *asked, options, turn)
         if kv is None:
             name = "x" if context is None else "context"
             kv = project_kv(self._layer, x if context is None else context, name, options)

@@ -49,7 +49,7 @@ class Ready(NamedTuple):
     options: dict[str, Any]
 
 
-def _project(layer: Projections, part: str, x: Array, options: Options) -> Array:
+def project(layer: Projections, part: str, x: Array, options: Options) -> Array:
     """X W + b for W_Q, W_K or W_V, heads before the length: (..., L, d_in) -> (..., H, L, D)."""
     heads = layer.num_heads if part == "q" else layer.num_kv_heads
     w, b = layer.weights[part], layer.biases[part]
@@ -63,9 +63,7 @@ def project_kv(layer: Projections, context: ArrayLike, name: str, options: Optio
     """K and V of a context (..., S, d_ctx)."""
     _layers.known(options)  # here for the traces
     context = _layers.sequence(context, name, layer, "k")
-    return ProjectedKV(
-        _project(layer, "k", context, options), _project(layer, "v", context, options)
-    )
+    return ProjectedKV(project(layer, "k", context, options), project(layer, "v", context, options))
 
 
 def ready(
@@ -74,7 +72,7 @@ def ready(
     """Check a call of a layer, project x to Q, and give an x (L, d_in) a batch axis."""
     x = _layers.sequence(x, name, layer, "q")
     out, rest = _layers.projected_call(x, kv.k, kv.v, layer, dict(options), name)
-    q, k, v = _project(layer, "q", x, options), kv.k, kv.v
+    q, k, v = project(layer, "q", x, options), kv.k, kv.v
     single = x.ndim == 2
     if single:
         q, k, v = q[None], k[None], v[None]

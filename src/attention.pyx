@@ -14,25 +14,33 @@ its rows, [rows, D] and [rows, Dv], that fit the cache; keys become panels, once
 thread, where enough rows use them.  16-bit numbers become float32 a tile at a time.
 
 Long keys with few rows are cut into splits of 1024 keys, each with its own maximum and sums.  Parts
-are merged from left to right, so that the threads change no bit.
+are merged from left to right, so that the threads change no bit.  The keys of a KVCache always are,
+however many the rows, so that many rows at once have the bits of one row at a time.
 
 What is chosen by shape (blocks, splits, panels or not) is chosen for each item from its own
 lengths: never from the batch, the padding or the number of threads.
 
-kernels.h has the arithmetic of a tile, plan.pxi the choices, tiles.pxi the walk over the tiles, and
-rows.pxi the beginning and the end of a row.
+kernels.h has the arithmetic of a tile, plan.pxi the choices, keys.pxi where keys and values lie,
+tiles.pxi the walk over the tiles, rows.pxi the beginning and the end of a row, and parts.pxi what
+becomes of splits.
 """
 
-from cpython.buffer cimport PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
-from libc.math cimport INFINITY, NAN, expf, isfinite, isnan, logf
+from cpython.buffer cimport (
+    PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_IsContiguous, PyBuffer_Release, PyObject_GetBuffer,
+)
+from libc.math cimport INFINITY, NAN, expf, isfinite, isnan, logf, sqrt
 from libc.stdint cimport int64_t, uint8_t, uint16_t
 from libc.string cimport memcpy, memset
 
 from qkv_ext._kernels cimport (
-    LANES, PANEL, QKV_BFLOAT16, QKV_FLOAT16, QKV_FLOAT32, TILE, free_order, new_order, parallel_for,
-    qkv_kernels, qkv_order, qkv_row, qkv_run, release, scratch, stopped, table, take_turn,
-    wait_turn,
+    LANES, PANEL, QKV_BFLOAT16, QKV_FLOAT16, QKV_FLOAT32, QKV_INT8, TILE, free_order, new_order,
+    parallel_for, qkv_kernels, qkv_order, qkv_prefetch, qkv_row, qkv_run, release, scratch,
+    stopped, table, take_turn, wait_turn,
 )
+
+import numpy
+
+from qkv_ext._rules import OPEN as NO_LIMIT
 
 
 cdef enum:
@@ -44,6 +52,12 @@ cdef enum:
     SMALL_WORK = 400000  # multiplications below which no other thread is woken up
 
 cdef double MOST_FLOATS = 1e17
+cdef Py_ssize_t OPEN = NO_LIMIT
+cdef dict STORAGE = {"float32": QKV_FLOAT32, "float16": QKV_FLOAT16, "bfloat16": QKV_BFLOAT16,
+                     "int8": QKV_INT8}
+cdef object float32 = numpy.dtype("float32")
+cdef object ndarray = numpy.ndarray
+cdef object empty = numpy.empty
 
 
 # One item: its arrays from its own first row on, its rules, and its plan.
@@ -51,6 +65,7 @@ cdef struct Item:
     const char *q
     const char *k
     const char *v
+    const int64_t *pages  # where a KVCache has its keys, or NULL: see keys.pxi
     const char *mask     # or NULL
     char *out
     char *weights        # or NULL
@@ -60,6 +75,7 @@ cdef struct Item:
     Py_ssize_t room      # rows that are its own, of which L are there
     Py_ssize_t shift     # query i stands at key i + shift
     Py_ssize_t block, blocks, splits
+    Py_ssize_t passes    # splits that a task walks one after the other
     bint direct          # dot products with the rows of K, no panels
     Py_ssize_t first_task, first_part
 
@@ -70,7 +86,9 @@ cdef struct Call:
     Py_ssize_t heads, kv_heads, group, S, D, Dv
     Py_ssize_t q_head, q_row, k_head, k_row, v_head, v_row, out_head, out_row
     Py_ssize_t mask_head, mask_row, mask_step, weights_head, weights_row, lse_head, lse_row
-    int kind             # of q, k, v and out: QKV_FLOAT32, QKV_FLOAT16 or QKV_BFLOAT16
+    int kind             # of q and out: QKV_FLOAT32, QKV_FLOAT16 or QKV_BFLOAT16
+    int stored           # of k and v: that, or QKV_INT8
+    Py_ssize_t page      # keys of a page, 0 where k and v are arrays
     bint bool_mask
     const float *sinks   # [heads] or NULL
     float scale, softcap
@@ -82,6 +100,8 @@ cdef struct Call:
     Py_ssize_t keys      # keys that panels hold at most
     Py_ssize_t longest   # keys of the longest item
     Py_ssize_t parts     # tasks of items with more than one split
+    Py_ssize_t tasks
+    Py_ssize_t stride    # from a task to the one that its worker most likely takes next
     # working memory: one Desk per worker, and the parts that wait
     char *desks
     size_t desk_size
@@ -102,15 +122,19 @@ cdef struct Part:
 # A worker's memory.
 cdef struct Desk:
     Part part
+    Part total           # of the splits so far, where a task walks several
     float *q             # [block, D], scaled
     float *scores        # [block, TILE] TILE + LANES
     float *factor        # [block]
     float *ones          # [block]
+    float *scales        # [block], the scale for every row
     float *panels        # K of a head, or of a tile: [keys / PANEL] panels
     float *k_rows        # [TILE, D], a tile of K that is stored in 16 bits
     float *v_rows        # [TILE, Dv], a tile of V that is, or with its non-finite entries as 0
-    float *value         # [Dv], an output row before it is rounded
-    float *line          # [longest + LANES], the scores of one row, for the plain formula
+    float *v_scale       # [TILE + LANES], the scales of such a tile in int8
+    float *values        # [block, Dv], output rows before they are rounded to 16 bits
+    float *value         # [Dv], a row of V, for the plain formula
+    float *line          # [TILE + LANES], scores of one row, for the plain formula
     Py_ssize_t *start    # [block], the first column of the tile that a group of rows needs,
     Py_ssize_t *end      # [block], and the end of them, 0 for none; at the group's first row
     uint8_t *packed      # [tiles], which tiles of the head are in panels
@@ -124,21 +148,16 @@ cdef struct Place:
     Py_ssize_t head      # item and key/value head as one number
     Py_ssize_t kv_head, first_row, m, split
     Py_ssize_t part      # its number among the tasks of split items
+    Py_ssize_t first_key, end_key  # of its split
     const char *k
     const char *v
 
 
-# Rows that come next, to be prefetched while others are read; NOTHING where none are.
-cdef struct Ahead:
-    const char *rows
-    Py_ssize_t stride    # in bytes
-
-cdef Ahead NOTHING = Ahead(NULL, 0)
-
-
 include "plan.pxi"
+include "keys.pxi"
 include "tiles.pxi"
 include "rows.pxi"
+include "parts.pxi"
 
 
 # ---- tasks --------------------------------------------------------------------------------------
@@ -168,22 +187,18 @@ cdef void find_place(const Call *call, Py_ssize_t index, Place *at) noexcept nog
     at.m = min(item.block, item.L * call.group - at.first_row)
     at.k = item.k + at.kv_head * call.k_head
     at.v = item.v + at.kv_head * call.v_head
-
-
-cdef inline void keep_sums(Desk *desk, Py_ssize_t m) noexcept nogil:
-    cdef Py_ssize_t r
-    for r in range(m):
-        desk.part.max[r] = desk.rows[r].max
-        desk.part.sum[r] = desk.rows[r].sum
+    at.first_key, at.end_key = 0, item.S
+    if item.splits > 1:
+        at.first_key = at.split * SPLIT
+        at.end_key = min(item.S, at.first_key + SPLIT)
 
 
 cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil:
     cdef const Call *call = <const Call *> job
     cdef Place at
+    cdef Place after
+    cdef const Place *next = NULL
     cdef Desk desk
-    cdef Part part
-    cdef Py_ssize_t r
-    cdef bint fine = True
     find_place(call, index, &at)
     # first of all: while it waits, this worker may finish the rows of another task on its desk
     if at.item.splits > 1 and wait_turn(call.order, at.part, worker, run):
@@ -193,81 +208,22 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
         memset(desk.packed, 0, call.keys // TILE)
         desk.head[0] = at.head
     start_rows(call, &at, &desk)
-    if not walk(call, &at, &desk, False, worker, run):
+    if at.item.splits > 1:
+        if walk_split(call, &at, &desk, worker, run):
+            leave_part(call, &at, &desk)
+            take_turn(call.order, at.part, worker)
         return
-
-    if at.item.splits == 1:
-        keep_sums(&desk, at.m)
-        if not finish_rows(call, &at, &desk, False):
-            if not walk(call, &at, &desk, True, worker, run):
-                return
-            keep_sums(&desk, at.m)
+    if at.item.passes > 1:
+        if walk_splits(call, &at, &desk, worker, run):
             finish_rows(call, &at, &desk, True)
         return
-
-    for r in range(at.m):  # an accumulator that is not finite: once more, with V cleaned
-        fine = call.ops.scaled(desk.part.sums + r * call.Dv, 1.0, desk.part.sums + r * call.Dv,
-                               call.Dv) and fine
-    if not fine and not walk(call, &at, &desk, True, worker, run):
+    if index + call.stride < call.tasks and call.page == 0:
+        find_place(call, index + call.stride, &after)
+        if after.head != at.head:
+            next = &after
+    if not walk(call, &at, &desk, False, next, worker, run):
         return
-    keep_sums(&desk, at.m)
-    lay_part(call, call.waiting + (1 + at.part % call.slots) * call.part_size, &part)
-    copy_part(call, &desk.part, &part, at.m)
-    take_turn(call.order, at.part, worker)
-
-
-cdef void copy_part(const Call *call, const Part *source, Part *target,
-                    Py_ssize_t m) noexcept nogil:
-    memcpy(target.sums, source.sums, m * call.Dv * sizeof(float))
-    memcpy(target.max, source.max, m * sizeof(float))
-    memcpy(target.sum, source.sum, m * sizeof(float))
-    memcpy(target.spoilt, source.spoilt, m)
-
-
-cdef void merge_part(const Call *call, const Part *right, Part *left, Py_ssize_t m) noexcept nogil:
-    """left becomes left and right together."""
-    cdef Py_ssize_t r, d
-    cdef float top, base, keep, add
-    cdef float *sums
-    cdef const float *more
-    for r in range(m):
-        top = max(left.max[r], right.max[r])
-        base = 0.0 if top == -INFINITY else top
-        keep = expf(left.max[r] - base)
-        add = expf(right.max[r] - base)
-        sums = left.sums + r * call.Dv
-        more = right.sums + r * call.Dv
-        for d in range(call.Dv):
-            sums[d] = sums[d] * keep + more[d] * add
-        left.sum[r] = left.sum[r] * keep + right.sum[r] * add
-        left.max[r] = top
-        left.spoilt[r] |= right.spoilt[r]
-
-
-cdef void retire_part(void *job, Py_ssize_t index, int worker) noexcept nogil:
-    """The next part in order joins the total of its rows; the last one finishes them."""
-    cdef const Call *call = <const Call *> job
-    cdef Place at
-    cdef Part total, part
-    cdef Desk desk
-    cdef Py_ssize_t low = 0, high = call.count, middle
-    while high - low > 1:  # items without parts share their first_part with the next: the last wins
-        middle = (low + high) // 2
-        if call.items[middle].first_part <= index:
-            low = middle
-        else:
-            high = middle
-    find_place(call, call.items[low].first_task + index - call.items[low].first_part, &at)
-    lay_part(call, call.waiting, &total)
-    lay_part(call, call.waiting + (1 + index % call.slots) * call.part_size, &part)
-    if at.split == 0:
-        copy_part(call, &part, &total, at.m)
-    else:
-        merge_part(call, &part, &total, at.m)
-    if at.split == at.item.splits - 1:
-        lay_desk(call, call.desks + worker * call.desk_size, &desk)
-        start_rows(call, &at, &desk)
-        desk.part = total
+    if not finish_rows(call, &at, &desk, False) and walk(call, &at, &desk, True, NULL, worker, run):
         finish_rows(call, &at, &desk, True)
 
 
@@ -287,6 +243,7 @@ cdef int run(Call *call, int threads) except -1:
     threads = <int> min(threads, max(tasks, 1))
     if call.parts == 0 and call.count * call.kv_heads >= 4 * threads:
         grain = call.items[0].blocks  # where items are alike a head stays with its thread
+    call.tasks, call.stride = tasks, 1 + (threads - 1) * grain
     call.slots = SLOTS * threads
     call.desk_size = lay_desk(call, NULL, &desk)
     call.part_size = lay_part(call, NULL, &part) if call.parts else 0
@@ -301,6 +258,7 @@ cdef int run(Call *call, int threads) except -1:
             desk.head[0] = -1
             for r in range(call.block):
                 desk.ones[r] = 1.0
+                desk.scales[r] = call.scale
         with nogil:
             for n in range(call.count):
                 if call.items[n].L < call.items[n].room:
@@ -314,7 +272,7 @@ cdef int run(Call *call, int threads) except -1:
 
 
 cdef struct Views:
-    Py_buffer q, k, v, mask, out, weights, lse, slopes, sinks, spans
+    Py_buffer q, k, v, mask, out, weights, lse, slopes, sinks, spans, table, first
 
 
 cdef inline char *part_of(const Py_buffer *x, const Py_buffer *out, Py_ssize_t item) noexcept nogil:
@@ -363,6 +321,9 @@ cdef void describe(Call *call, const Views *x) noexcept nogil:
         item.q = part_of(&x.q, &x.out, owner)
         item.k = part_of(&x.k, &x.out, owner)
         item.v = part_of(&x.v, &x.out, owner)
+        if call.page:
+            item.pages = (<const int64_t *> x.table.buf
+                          + 4 * (<const int64_t *> x.first.buf)[owner])
         item.mask = part_of(&x.mask, &x.out, owner)
         item.out = part_of(&x.out, &x.out, owner)
         item.weights = part_of(&x.weights, &x.out, owner)
@@ -385,22 +346,74 @@ cdef inline int acquire(array, Py_buffer *view, int flags) except -1:
     return 0
 
 
+cdef int compute(Call *call, Views *x, Py_ssize_t shift, int threads) except -1:
+    """Sizes, items and strides from the arrays, then the work; shift is of items without spans."""
+    cdef Py_ssize_t axis, n
+    cdef Item one
+    call.sinks = <const float *> x.sinks.buf
+    call.bool_mask = x.mask.buf != NULL and x.mask.itemsize == 1
+    call.heads = x.q.shape[x.q.ndim - 3]
+    call.D = x.q.shape[x.q.ndim - 1]
+    call.kv_heads = x.k.shape[x.k.ndim - 3]
+    call.S = x.k.shape[x.k.ndim - 2]
+    call.Dv = x.v.shape[x.v.ndim - 1]
+    call.count = 1
+    for axis in range(x.out.ndim - 3):
+        call.count *= x.out.shape[axis]
+    if x.spans.buf != NULL:
+        call.count = x.spans.shape[0]
+    if call.count == 0 or call.heads == 0 or x.out.shape[x.out.ndim - 2] == 0:
+        return 0
+    call.group = call.heads // call.kv_heads
+    call.items = &one
+    if call.count > 1:
+        call.items = <Item *> scratch(<double> call.count * sizeof(Item))
+    try:
+        memset(call.items, 0, call.count * sizeof(Item))
+        for n in range(call.count):
+            call.items[n].shift = shift
+        describe(call, x)
+        run(call, threads)
+    finally:
+        if call.items != &one:
+            release(call.items)
+    return 0
+
+
+cdef void let_go(Views *x) noexcept:
+    PyBuffer_Release(&x.q)
+    PyBuffer_Release(&x.k)
+    PyBuffer_Release(&x.v)
+    PyBuffer_Release(&x.mask)
+    PyBuffer_Release(&x.out)
+    PyBuffer_Release(&x.weights)
+    PyBuffer_Release(&x.lse)
+    PyBuffer_Release(&x.slopes)
+    PyBuffer_Release(&x.sinks)
+    PyBuffer_Release(&x.spans)
+    PyBuffer_Release(&x.table)
+    PyBuffer_Release(&x.first)
+
+
 def attention(problem, int isa):
     """Write problem.out, and weights and lse where the problem has them."""
     cdef Call call
     cdef Views x
-    cdef Py_ssize_t axis, n, shift
-    cdef int threads
-    cdef Item one
-    q, k, v, mask, scale, shift, rules, out, weights, lse, threads = <tuple> problem
+    q, k, v, mask, scale, shift, rules, out, weights, lse, threads, pages = <tuple> problem
     left, right, softcap, slopes, sinks, spans = <tuple> rules
     memset(&call, 0, sizeof(Call))
     memset(&x, 0, sizeof(Views))
-    memset(&one, 0, sizeof(Item))
     if q.itemsize == 2:
         call.kind = QKV_FLOAT16 if q.dtype.kind == "f" else QKV_BFLOAT16
         if call.kind == QKV_BFLOAT16:  # a dtype that the buffer protocol has no name for
             q, k, v, out = (array.view("u2") for array in (q, k, v, out))
+    call.stored = call.kind
+    if pages is not None:
+        call.page = pages.layout.size
+        call.stored = STORAGE[pages.layout.kind]
+    call.ops = table(isa)
+    call.scale, call.softcap = scale, softcap
+    call.left, call.right = left, right
     try:
         acquire(q, &x.q, PyBUF_STRIDES)
         acquire(k, &x.k, PyBUF_STRIDES)
@@ -412,44 +425,12 @@ def attention(problem, int isa):
         acquire(slopes, &x.slopes, PyBUF_STRIDES)
         acquire(sinks, &x.sinks, PyBUF_STRIDES)
         acquire(spans, &x.spans, PyBUF_STRIDES)
-        call.ops = table(isa)
-        call.scale, call.softcap = scale, softcap
-        call.left, call.right = left, right
-        call.bool_mask = mask is not None and x.mask.itemsize == 1
-        call.sinks = <const float *> x.sinks.buf
-        call.heads = x.q.shape[x.q.ndim - 3]
-        call.D = x.q.shape[x.q.ndim - 1]
-        call.kv_heads = x.k.shape[x.k.ndim - 3]
-        call.S = x.k.shape[x.k.ndim - 2]
-        call.Dv = x.v.shape[x.v.ndim - 1]
-        call.count = 1
-        for axis in range(x.out.ndim - 3):
-            call.count *= x.out.shape[axis]
-        if spans is not None:
-            call.count = x.spans.shape[0]
-        if call.count == 0 or call.heads == 0 or x.out.shape[x.out.ndim - 2] == 0:
-            return
-        call.group = call.heads // call.kv_heads
-        call.items = &one
-        if call.count > 1:
-            call.items = <Item *> scratch(<double> call.count * sizeof(Item))
-            memset(call.items, 0, call.count * sizeof(Item))
-        try:
-            for n in range(call.count):
-                call.items[n].shift = shift
-            describe(&call, &x)
-            run(&call, threads)
-        finally:
-            if call.items != &one:
-                release(call.items)
+        if pages is not None:
+            acquire(pages.table, &x.table, PyBUF_STRIDES)
+            acquire(pages.first, &x.first, PyBUF_STRIDES)
+        compute(&call, &x, shift, threads)
     finally:
-        PyBuffer_Release(&x.q)
-        PyBuffer_Release(&x.k)
-        PyBuffer_Release(&x.v)
-        PyBuffer_Release(&x.mask)
-        PyBuffer_Release(&x.out)
-        PyBuffer_Release(&x.weights)
-        PyBuffer_Release(&x.lse)
-        PyBuffer_Release(&x.slopes)
-        PyBuffer_Release(&x.sinks)
-        PyBuffer_Release(&x.spans)
+        let_go(&x)
+
+
+include "plain.pxi"

@@ -12,12 +12,21 @@
 Each element is the same chain of operations whatever the block that it falls into.
 """
 
-from cpython.buffer cimport PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport (
+    PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_IsContiguous, PyBuffer_Release, PyObject_GetBuffer,
+)
 from libc.string cimport memcpy, memset
 
 from qkv_ext._kernels cimport (
     PANEL, TILE, parallel_for, qkv_kernels, qkv_run, release, scratch, stopped, table,
 )
+
+import numpy
+
+
+cdef object float32 = numpy.dtype("float32")
+cdef object ndarray = numpy.ndarray
+cdef object empty = numpy.empty
 
 
 cdef enum:
@@ -83,6 +92,7 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
     cdef float *out = <float *> item_of(call, &call.out, item) + first * ldo
     cdef Py_ssize_t start = group * call.panels * PANEL, t, depth, j, n, i
     cdef Py_ssize_t end = min(start + call.panels * PANEL, call.N)
+    cdef Py_ssize_t width = PANEL if call.packed or call.pack else end - start
     if not call.packed:
         b = <const float *> item_of(call, &call.b, item)
         ldb = row_stride(&call.b)
@@ -90,10 +100,10 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
         depth = min(TILE, call.K - t)
         if call.pack:
             pack_panels(b + t * ldb + start, ldb, panels, depth, end - start)
-        for j from start <= j < end by PANEL:
+        for j from start <= j < end by width:
             if stopped(run, worker):
                 return
-            n = min(PANEL, end - j)
+            n = min(width, end - j)
             if call.packed:
                 right = b + j * call.K + t * PANEL
             elif call.pack:
@@ -101,7 +111,7 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
             else:
                 right = b + t * ldb + j
             call.ops.product(a + t, lda, right, PANEL if call.packed or call.pack else ldb, out + j,
-                             ldo, ones if t else NULL, m, n, depth, NULL, 0)
+                             ldo, ones if t else NULL, m, n, depth)
             if call.bias != NULL and t + depth == call.K:
                 for i in range(m):
                     add_bias(out + i * ldo + j, call.bias + j, n)
@@ -128,8 +138,10 @@ cdef int run(Call *call, Py_ssize_t items, int threads) except -1:
     call.pack = call.M >= PACK_ROWS and not call.packed
     call.rows = min(call.M, ROWS)
     call.panels = min(panels, PANELS)
-    while count_tasks(call, items, panels) < 4 * threads:  # enough for every thread to have some
-        if call.rows > FEW_ROWS:
+    if not call.packed and not call.pack:  # rows of b are read in place: the longer, the better
+        call.panels = (panels + threads - 1) // threads
+    while (call.packed or call.pack) and count_tasks(call, items, panels) < 4 * threads:
+        if call.rows > FEW_ROWS:  # enough tasks for every thread to have some
             call.rows = (call.rows + 1) // 2
         elif call.panels > 1:
             call.panels = (call.panels + 1) // 2
@@ -180,3 +192,74 @@ def product(problem, int isa):
         PyBuffer_Release(&call.b)
         PyBuffer_Release(&call.out)
         PyBuffer_Release(&bias_view)
+
+
+# ---- the plain call -----------------------------------------------------------------------------
+
+# A contiguous matrix that stands for an array of more axes, or of one.
+cdef struct Matrix:
+    Py_ssize_t shape[2]
+    Py_ssize_t strides[2]
+
+
+cdef inline bint take(array, Py_buffer *view) except -1:
+    """Acquire a float32 array, aligned and contiguous; False, and nothing held, for any other."""
+    if type(array) is not ndarray or array.dtype is not float32:
+        return False
+    PyObject_GetBuffer(array, view, PyBUF_STRIDES)
+    if <size_t> view.buf % sizeof(float) == 0 and PyBuffer_IsContiguous(view, b"C"):
+        return True
+    PyBuffer_Release(view)  # which leaves nothing to release again
+    return False
+
+
+cdef void as_matrix(const Py_buffer *x, Py_ssize_t rows, Py_ssize_t columns, Matrix *m,
+                    Py_buffer *flat) noexcept nogil:
+    m.shape[0], m.shape[1] = rows, columns
+    m.strides[0], m.strides[1] = columns * <Py_ssize_t> sizeof(float), sizeof(float)
+    flat.buf, flat.ndim = x.buf, 2
+    flat.shape, flat.strides = m.shape, m.strides
+
+
+def plain(a, b, bias, Py_ssize_t columns, int least, int threads, int isa):
+    """a b + bias where the arrays can be taken as they are, else None.
+
+    columns is N where b is panels, else 0; least is the rank that a has to have.
+    """
+    cdef Call call
+    cdef Py_buffer a_view, b_view, bias_view, out_view
+    cdef Matrix a_matrix, out_matrix
+    cdef Py_ssize_t K, M, N
+    memset(&call, 0, sizeof(Call))
+    memset(&a_view, 0, sizeof(Py_buffer))
+    memset(&b_view, 0, sizeof(Py_buffer))
+    memset(&bias_view, 0, sizeof(Py_buffer))
+    memset(&out_view, 0, sizeof(Py_buffer))
+    try:
+        if not (take(a, &a_view) and take(b, &b_view) and (bias is None or take(bias, &bias_view))):
+            return None
+        if a_view.ndim < least or b_view.ndim != (3 if columns else 2) or a_view.len == 0:
+            return None
+        K = a_view.shape[a_view.ndim - 1]
+        N = columns if columns else b_view.shape[1]
+        if b_view.shape[b_view.ndim - 2] != K or N == 0:
+            return None
+        if bias is not None and not (bias_view.ndim == 1 and bias_view.shape[0] == N):
+            return None
+        M = a_view.len // <Py_ssize_t> sizeof(float) // K
+        out = empty((M, N) if a_view.ndim == 2 else (*a.shape[:a.ndim - 1], N), float32)
+        PyObject_GetBuffer(out, &out_view, PyBUF_STRIDES | PyBUF_WRITABLE)
+        as_matrix(&a_view, M, K, &a_matrix, &call.a)
+        as_matrix(&out_view, M, N, &out_matrix, &call.out)
+        call.b = b_view
+        call.bias = <const float *> bias_view.buf
+        call.ops = table(isa)
+        call.packed = columns > 0
+        call.M, call.N, call.K = M, N, K
+        run(&call, 1, threads)
+        return out
+    finally:
+        PyBuffer_Release(&a_view)
+        PyBuffer_Release(&b_view)
+        PyBuffer_Release(&bias_view)
+        PyBuffer_Release(&out_view)

@@ -6,7 +6,7 @@ cdef void plan_item(const Call *call, Item *item) noexcept nogil:
     cdef Py_ssize_t rows = item.L * call.group
     cdef bint ordered = call.right < item.S or call.left < item.S
     cdef Py_ssize_t most = ORDERED_ROWS if ordered else ROWS
-    item.direct = rows <= FEW_ROWS
+    item.direct = rows <= FEW_ROWS and call.page == 0
     item.blocks = (rows + most - 1) // most
     item.block = 0
     if rows > 0:
@@ -14,9 +14,11 @@ cdef void plan_item(const Call *call, Item *item) noexcept nogil:
         if not item.direct:  # whole register tiles
             item.block = (item.block + call.ops.rows - 1) // call.ops.rows * call.ops.rows
         item.blocks = (rows + item.block - 1) // item.block
-    item.splits = 1
-    if item.blocks == 1 and item.S > SPLIT:
-        item.splits = (item.S + SPLIT - 1) // SPLIT
+    item.splits = item.passes = 1
+    if item.blocks == 1:
+        item.splits = max(1, (item.S + SPLIT - 1) // SPLIT)
+    elif call.page:
+        item.passes = max(1, (item.S + SPLIT - 1) // SPLIT)
 
 
 cdef Py_ssize_t plan(Call *call) noexcept nogil:

@@ -17,25 +17,46 @@ cdef inline void next_row(const Call *call, const Place *at, Py_ssize_t *h,
         i[0] += 1
 
 
+cdef inline Py_ssize_t alike(const Call *call, const Place *at, Py_ssize_t r) noexcept nogil:
+    """How many rows of a task lie evenly from row r on: all, or those of the heads of a group."""
+    if call.group == 1:
+        return at.m - r
+    return min(at.m - r, call.group - (at.first_row + r) % call.group)
+
+
+cdef void gather_rows(const Call *call, const Place *at, Desk *desk) noexcept nogil:
+    """The query rows of a task side by side, as floats, scaled."""
+    cdef Py_ssize_t r = 0, i, h, n
+    cdef Py_ssize_t stride = call.q_row if call.group == 1 else call.q_head
+    cdef const char *source
+    cdef float *target
+    while r < at.m:
+        n = alike(call, at, r)
+        h = at.kv_head * call.group + (at.first_row + r) % call.group
+        i = (at.first_row + r) // call.group
+        source = at.item.q + h * call.q_head + i * call.q_row
+        target = desk.q + r * call.D
+        if call.kind == QKV_FLOAT32:
+            call.ops.scaled(<const float *> source, stride // <Py_ssize_t> sizeof(float),
+                            desk.scales, target, call.D, n, call.D)
+        else:
+            call.ops.widen(call.kind, <const uint16_t *> source,
+                           stride // <Py_ssize_t> sizeof(uint16_t), target, n, call.D)
+            call.ops.scaled(target, call.D, desk.scales, target, call.D, n, call.D)
+        r += n
+
+
 cdef void start_rows(const Call *call, const Place *at, Desk *desk) noexcept nogil:
     """Gather the scaled query rows of a task, and what each of them is allowed to see."""
     cdef const Item *item = at.item
-    cdef const char *source
     cdef const char *mask_row
     cdef qkv_row *row
-    cdef float *target
     cdef Py_ssize_t r, i, h, position
+    gather_rows(call, at, desk)
     first_row(call, at, &h, &i)
     for r in range(at.m):
         if r > 0:
             next_row(call, at, &h, &i)
-        source = item.q + h * call.q_head + i * call.q_row
-        target = desk.q + r * call.D
-        if call.kind != QKV_FLOAT32:
-            call.ops.widen(call.kind, <const uint16_t *> source, 0, target, 1, call.D, NULL, 0)
-            source = <const char *> target
-        call.ops.scaled(<const float *> source, call.scale, target, call.D)
-
         row = &desk.rows[r]
         position = i + item.shift
         row.lo = min(max(position - call.left, 0), item.S)
@@ -74,77 +95,96 @@ cdef void extent(const qkv_row *rows, Py_ssize_t m, Py_ssize_t *lo, Py_ssize_t *
             hi[0] = max(hi[0], rows[r].hi)
 
 
+cdef Py_ssize_t line_of(const Call *call, const Place *at, Desk *desk, Py_ssize_t r,
+                        Py_ssize_t tile) noexcept nogil:
+    """The scores of a row in a tile into desk.line, -inf for what is not allowed; how many are."""
+    cdef qkv_row *row = &desk.rows[r]
+    cdef float *line = desk.line
+    cdef Py_ssize_t n = min(TILE, row.hi - tile), c, j, ld, count = 0
+    cdef const float *k
+    cdef Tile keys
+    if call.page:
+        take_keys(call, at, desk, tile, &keys)
+        for c from 0 <= c < n by PANEL:
+            score_panel(call, &keys, c, desk.q + r * call.D, 1, line + c, TILE, min(PANEL, n - c),
+                        desk.ones)
+    else:
+        k = rows_of(call, at.k, call.k_row, tile, n, call.D, desk.k_rows, &ld)
+        call.ops.dots(desk.q + r * call.D, call.D, k, ld, line, TILE, 1, n, call.D)
+    call.ops.adjust(line, n, tile, row)
+    for j in range(n):
+        if allowed(row, tile + j):
+            count += 1
+        else:
+            line[j] = -INFINITY
+    return count
+
+
 cdef void plain_row(const Call *call, const Place *at, Desk *desk, Py_ssize_t r, float sink,
                     float *out, float *lse) noexcept nogil:
     """The plain formula over the allowed keys of one row, in key order; zeros where there are none.
 
     Weights are divided by the denominator before they meet V, as the formula has it, so that what
-    is finite there is finite here.
+    is finite there is finite here.  The scores are computed again for each of its three passes.
     """
     cdef qkv_row *row = &desk.rows[r]
     cdef float *line = desk.line
-    cdef Py_ssize_t tile, j, d, n, count = 0, ld
+    cdef Py_ssize_t tile, start = row.lo // TILE * TILE, j, d, n, count = 0
     cdef float top = sink, sum, weight
-    cdef const float *v
-    cdef const float *k
-    for tile from row.lo // TILE * TILE <= tile < row.hi by TILE:
-        n = min(TILE, row.hi - tile)
-        k = rows_of(call, at.k, call.k_row, tile, n, call.D, desk.k_rows, &ld, &NOTHING)
-        call.ops.dots(desk.q + r * call.D, call.D, k, ld, line + tile, TILE, 1, n, call.D, NULL, 0)
-        call.ops.adjust(line + tile, n, tile, row)
-    for j in range(row.lo, row.hi):
-        if not allowed(row, j):
-            line[j] = -INFINITY
-            continue
-        count += 1
-        if line[j] > top or isnan(line[j]):
-            top = line[j]  # once NaN, nothing is larger
+    cdef Tile values
+    for tile from start <= tile < row.hi by TILE:  # pass 1: the maximum
+        count += line_of(call, at, desk, r, tile)
+        for j in range(min(TILE, row.hi - tile)):
+            if line[j] > top or isnan(line[j]):
+                top = line[j]  # once NaN, nothing is larger
+    if row.scores != NULL:
+        memset(row.scores, 0, call.S * sizeof(float))
+    for d in range(call.Dv):
+        out[d] = 0.0
     if count == 0:
-        memset(out, 0, call.Dv * sizeof(float))
-        if row.scores != NULL:
-            memset(row.scores, 0, call.S * sizeof(float))
         lse[0] = sink
         return
     sum = expf(sink - top) if call.sinks != NULL else 0.0
-    call.ops.weights(line + row.lo, top, 1.0, line + row.lo, row.hi - row.lo)
-    for j in range(row.lo, row.hi):
-        if allowed(row, j):
-            sum += line[j]
+    for tile from start <= tile < row.hi by TILE:  # pass 2: the denominator
+        n = min(TILE, row.hi - tile)
+        line_of(call, at, desk, r, tile)
+        call.ops.weights(line, top, 1.0, line, n)
+        for j in range(n):
+            if allowed(row, tile + j):
+                sum += line[j]
     lse[0] = top + logf(sum)
-    if row.scores != NULL:
-        for j in range(call.S):
-            row.scores[j] = line[j] / sum if allowed(row, j) else 0.0
-    for d in range(call.Dv):
-        out[d] = NAN if isnan(sum) else 0.0
-    for j in range(row.lo, row.hi if not isnan(sum) else row.lo):
-        if allowed(row, j):
+    for d in range(call.Dv if isnan(sum) else 0):
+        out[d] = NAN
+    for tile from start <= tile < row.hi by TILE:  # pass 3: the weights and the output
+        n = min(TILE, row.hi - tile)
+        line_of(call, at, desk, r, tile)
+        call.ops.weights(line, top, 1.0, line, n)
+        take_values(call, at, desk, tile, n, False, &values)
+        for j in range(n):
+            if not allowed(row, tile + j):
+                continue
             weight = line[j] / sum
-            v = rows_of(call, at.v, call.v_row, j, 1, call.Dv, desk.v_rows, &ld, &NOTHING)
-            for d in range(call.Dv):
-                out[d] += weight * v[d]
+            if row.scores != NULL:
+                row.scores[tile + j] = weight
+            if not isnan(sum):
+                value_row(call, &values, j, desk.value)
+                for d in range(call.Dv):
+                    out[d] += weight * desk.value[d]
 
 
-cdef bint finish_rows(const Call *call, const Place *at, Desk *desk, bint last) noexcept nogil:
-    """out = sums / sum, with sinks, weights and lse; returns whether every row came out right.
+cdef bint find_factors(const Call *call, const Place *at, Desk *desk) noexcept nogil:
+    """factor = 1 / sum for every row, with sinks, and lse; returns whether the sums settle all.
 
-    A row that summed up nothing, most often for want of an allowed key, is left to the plain
-    formula; a row whose sums are not finite only where this is the last try.
+    NaN for a row that summed up nothing, most often for want of an allowed key, or is spoilt.
     """
-    cdef const Item *item = at.item
     cdef Part *part = &desk.part
     cdef Py_ssize_t r, i, h
-    cdef char *target
-    cdef float *row_out
-    cdef float lse = 0.0, top, sum, factor, sink = -INFINITY
-    cdef qkv_row *row
-    cdef bint fine, all_fine = True
+    cdef float top, sum, factor, sink = -INFINITY
+    cdef bint fine, settled = True
     first_row(call, at, &h, &i)
     for r in range(at.m):
         if r > 0:
             next_row(call, at, &h, &i)
-        target = item.out + h * call.out_head + i * call.out_row
-        row_out = <float *> target if call.kind == QKV_FLOAT32 else desk.value
-        row = &desk.rows[r]
         top, sum, factor = part.max[r], part.sum[r], 1.0
         fine = sum > 0.0 and not part.spoilt[r]
         if call.sinks != NULL:
@@ -156,26 +196,82 @@ cdef bint finish_rows(const Call *call, const Place *at, Desk *desk, bint last) 
                 sum = sum * factor + 1.0
             elif fine:
                 sum += expf(sink - top)
-        factor = factor / sum
-        fine = fine and call.ops.scaled(part.sums + r * call.Dv, factor, row_out, call.Dv)
-        if fine:
+        desk.factor[r] = factor / sum if fine else NAN
+        settled = settled and fine
+        if at.item.lse != NULL and fine:
+            lse_of(call, at, h, i)[0] = top + logf(sum)
+    return settled
+
+
+cdef inline float *lse_of(const Call *call, const Place *at, Py_ssize_t h,
+                          Py_ssize_t i) noexcept nogil:
+    return <float *> (at.item.lse + h * call.lse_head + i * call.lse_row)
+
+
+cdef bint scale_rows(const Call *call, const Place *at, Desk *desk) noexcept nogil:
+    """out = factor sums for all rows of a task; returns whether every one of them is finite."""
+    cdef Py_ssize_t r = 0, i, h, n
+    cdef Py_ssize_t stride = call.out_row if call.group == 1 else call.out_head
+    cdef char *target
+    cdef bint fine = True
+    if call.kind != QKV_FLOAT32:
+        return call.ops.scaled(desk.part.sums, call.Dv, desk.factor, desk.values, call.Dv, at.m,
+                               call.Dv)
+    while r < at.m:
+        n = alike(call, at, r)
+        h = at.kv_head * call.group + (at.first_row + r) % call.group
+        i = (at.first_row + r) // call.group
+        target = at.item.out + h * call.out_head + i * call.out_row
+        fine = call.ops.scaled(desk.part.sums + r * call.Dv, call.Dv, desk.factor + r,
+                               <float *> target, stride // <Py_ssize_t> sizeof(float), n,
+                               call.Dv) and fine
+        r += n
+    return fine
+
+
+cdef bint finish_rows(const Call *call, const Place *at, Desk *desk, bint last) noexcept nogil:
+    """out = sums / sum, with sinks, weights and lse; returns whether every row came out right.
+
+    A row that summed up nothing is left to the plain formula; a row whose sums are not finite only
+    where this is the last try.
+    """
+    cdef const Item *item = at.item
+    cdef Part *part = &desk.part
+    cdef Py_ssize_t r, i, h
+    cdef char *target
+    cdef float *row_out
+    cdef float lse = 0.0
+    cdef qkv_row *row
+    cdef bint all_fine, fine, right = True
+    all_fine = find_factors(call, at, desk) and scale_rows(call, at, desk)
+    if all_fine and item.weights == NULL and call.kind == QKV_FLOAT32:
+        return True
+    first_row(call, at, &h, &i)
+    for r in range(at.m):
+        if r > 0:
+            next_row(call, at, &h, &i)
+        target = item.out + h * call.out_head + i * call.out_row
+        row_out = <float *> target if call.kind == QKV_FLOAT32 else desk.values + r * call.Dv
+        row = &desk.rows[r]
+        fine = all_fine or (not isnan(desk.factor[r])
+                            and call.ops.scaled(part.sums + r * call.Dv, call.Dv, desk.factor + r,
+                                                row_out, call.Dv, 1, call.Dv))
+        if fine and row.scores != NULL:
+            call.ops.weights(row.scores + row.lo, part.max[r], desk.factor[r],
+                             row.scores + row.lo, row.hi - row.lo)
+            memset(row.scores, 0, row.lo * sizeof(float))
+            memset(row.scores + row.hi, 0, (call.S - row.hi) * sizeof(float))
+        elif not fine and (last or part.sum[r] == 0.0):  # which needs no other try
+            plain_row(call, at, desk, r, -INFINITY if call.sinks == NULL else call.sinks[h],
+                      row_out, &lse)
             if item.lse != NULL:
-                lse = top + logf(sum)
-            if row.scores != NULL:
-                call.ops.weights(row.scores + row.lo, part.max[r], factor, row.scores + row.lo,
-                                 row.hi - row.lo)
-                memset(row.scores, 0, row.lo * sizeof(float))
-                memset(row.scores + row.hi, 0, (call.S - row.hi) * sizeof(float))
-        elif last or sum == 0.0:  # a row that summed up nothing needs no other try
-            plain_row(call, at, desk, r, sink, row_out, &lse)
-        else:
-            all_fine = False
+                lse_of(call, at, h, i)[0] = lse
+        elif not fine:
+            right = False
             continue
         if call.kind != QKV_FLOAT32:
             call.ops.narrow(call.kind, row_out, <uint16_t *> target, call.Dv)
-        if item.lse != NULL:
-            (<float *> (item.lse + h * call.lse_head + i * call.lse_row))[0] = lse
-    return all_fine
+    return right
 
 
 cdef void fill_absent(const Call *call, const Item *item) noexcept nogil:

@@ -2,9 +2,18 @@
 # cython: cdivision=True
 """Stable softmax over contiguous rows, shared out by blocks of rows: y = exp(x - max) / sum."""
 
-from cpython.buffer cimport PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport (
+    PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_IsContiguous, PyBuffer_Release, PyObject_GetBuffer,
+)
 
 from qkv_ext._kernels cimport parallel_for, qkv_kernels, qkv_run, table
+
+import numpy
+
+
+cdef object float32 = numpy.dtype("float32")
+cdef object ndarray = numpy.ndarray
+cdef object empty = numpy.empty
 
 
 cdef enum:
@@ -26,32 +35,57 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
         call.ops.softmax(call.x + row * call.n, call.out + row * call.n, call.n)
 
 
+cdef int run(Call *call, const Py_buffer *x, const Py_buffer *out, int threads, int isa) except -1:
+    cdef Py_ssize_t count
+    if x.len == 0:
+        return 0
+    call.ops = table(isa)
+    call.x = <const float *> x.buf
+    call.out = <float *> out.buf
+    call.n = x.shape[x.ndim - 1]
+    call.rows = x.len // <Py_ssize_t> sizeof(float) // call.n
+    call.per_task = max(1, PER_TASK // call.n)
+    if call.rows * call.n < SMALL_WORK:
+        threads = 1
+    count = (call.rows + call.per_task - 1) // call.per_task
+    with nogil:
+        parallel_for(run_task, call, count, 1, threads)
+    return 0
+
+
 def softmax(problem, int isa):
     """Write problem.out, the softmax of the rows of problem.x; both are contiguous."""
     cdef Call call
     cdef Py_buffer x, out
-    cdef Py_ssize_t count
-    cdef int most
     x_array, out_array, threads = problem
     PyObject_GetBuffer(x_array, &x, PyBUF_STRIDES)
     try:
         PyObject_GetBuffer(out_array, &out, PyBUF_STRIDES | PyBUF_WRITABLE)
         try:
-            if x.len == 0:
-                return
-            call.ops = table(isa)
-            call.x = <const float *> x.buf
-            call.out = <float *> out.buf
-            call.n = x.shape[x.ndim - 1]
-            call.rows = x.len // <Py_ssize_t> sizeof(float) // call.n
-            call.per_task = max(1, PER_TASK // call.n)
-            if call.rows * call.n < SMALL_WORK:
-                threads = 1
-            count = (call.rows + call.per_task - 1) // call.per_task
-            most = threads
-            with nogil:
-                parallel_for(run_task, &call, count, 1, most)
+            run(&call, &x, &out, threads, isa)
         finally:
             PyBuffer_Release(&out)
+    finally:
+        PyBuffer_Release(&x)
+
+
+def plain(array, int threads, int isa):
+    """The softmax over the last axis where the array can be taken as it is, else None."""
+    cdef Call call
+    cdef Py_buffer x, out
+    if type(array) is not ndarray or array.dtype is not float32:
+        return None
+    PyObject_GetBuffer(array, &x, PyBUF_STRIDES)
+    try:
+        if (x.ndim == 0 or <size_t> x.buf % sizeof(float)
+                or not PyBuffer_IsContiguous(&x, b"C")):
+            return None
+        output = empty(array.shape, float32)
+        PyObject_GetBuffer(output, &out, PyBUF_STRIDES | PyBUF_WRITABLE)
+        try:
+            run(&call, &x, &out, threads, isa)
+        finally:
+            PyBuffer_Release(&out)
+        return output
     finally:
         PyBuffer_Release(&x)

@@ -23,63 +23,39 @@ cdef size_t lay_desk(const Call *call, char *memory, Desk *desk) noexcept nogil:
     """Lay out a worker's memory from there on; returns what it takes."""
     cdef char *at = memory
     at += lay_part(call, at, &desk.part)
+    at += lay_part(call, at, &desk.total)
     desk.head = <Py_ssize_t *> carve(&at, 1, sizeof(Py_ssize_t))
     desk.rows = <qkv_row *> carve(&at, call.block, sizeof(qkv_row))
     desk.q = <float *> carve(&at, call.block * call.D, sizeof(float))
     desk.scores = <float *> carve(&at, call.block * (TILE + LANES), sizeof(float))
     desk.factor = <float *> carve(&at, call.block, sizeof(float))
     desk.ones = <float *> carve(&at, call.block, sizeof(float))
-    desk.value = <float *> carve(&at, call.Dv, sizeof(float))
+    desk.scales = <float *> carve(&at, call.block, sizeof(float))
+    desk.values = <float *> carve(&at, call.block * call.Dv if call.kind else 0, sizeof(float))
     desk.start = <Py_ssize_t *> carve(&at, call.block, sizeof(Py_ssize_t))
     desk.end = <Py_ssize_t *> carve(&at, call.block, sizeof(Py_ssize_t))
     desk.packed = <uint8_t *> carve(&at, call.keys // TILE, sizeof(uint8_t))
     desk.panels = <float *> carve(&at, call.keys * call.D, sizeof(float))
     desk.k_rows = <float *> carve(&at, TILE * call.D, sizeof(float))
     desk.v_rows = <float *> carve(&at, TILE * call.Dv, sizeof(float))
-    desk.line = <float *> carve(&at, call.longest + LANES, sizeof(float))
+    desk.value = <float *> carve(&at, call.Dv, sizeof(float))
+    desk.v_scale = <float *> carve(&at, TILE + LANES, sizeof(float))
+    desk.line = <float *> carve(&at, TILE + LANES, sizeof(float))
     return at - memory
-
-
-cdef const float *rows_of(const Call *call, const char *base, Py_ssize_t stride,
-                          Py_ssize_t first, Py_ssize_t n, Py_ssize_t width, float *copy,
-                          Py_ssize_t *ld, const Ahead *ahead) noexcept nogil:
-    """n rows of K or V as floats: in place, or widened into the copy; ld is their distance."""
-    if call.kind == QKV_FLOAT32:
-        ld[0] = stride // <Py_ssize_t> sizeof(float)
-        return <const float *> (base + first * stride)
-    call.ops.widen(call.kind, <const uint16_t *> (base + first * stride),
-                   stride // <Py_ssize_t> sizeof(uint16_t), copy, n, width,
-                   <const uint16_t *> ahead.rows, ahead.stride // <Py_ssize_t> sizeof(uint16_t))
-    ld[0] = width
-    return copy
 
 
 # ---- a task: tiles of keys ----------------------------------------------------------------------
 
-cdef const float *packed_tile(const Call *call, const Place *at, Desk *desk,
-                              Py_ssize_t tile) noexcept nogil:
-    """The panels of the tile's keys: packed when first used, kept while the head stays."""
-    cdef Py_ssize_t n = min(TILE, at.item.S - tile), c, ld
-    cdef bint kept = at.item.blocks > 1
-    cdef float *panels = desk.panels + (tile * call.D if kept else 0)
-    cdef const float *k
-    if kept and desk.packed[tile // TILE]:
-        return panels
-    k = rows_of(call, at.k, call.k_row, tile, n, call.D, desk.k_rows, &ld, &NOTHING)
-    for c from 0 <= c < n by PANEL:
-        call.ops.pack(k + c * ld, ld, panels + c * call.D, min(PANEL, n - c), call.D)
-    if kept:
-        desk.packed[tile // TILE] = 1
-    return panels
-
-
 cdef void find_columns(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile,
-                       Py_ssize_t n, Py_ssize_t step) noexcept nogil:
-    """The columns start <= c < end of a tile that each step rows need, from a panel on; or none."""
+                       Py_ssize_t n, Py_ssize_t step, bint whole) noexcept nogil:
+    """The columns start <= c < end of a tile that each step rows need, from a panel on; or none.
+
+    whole: all rows see all of it.
+    """
     cdef Py_ssize_t r, lo, hi, start, end
     for r from 0 <= r < at.m by step:
         start, end = 0, n
-        if step < at.m or at.item.direct:
+        if not whole:
             extent(desk.rows + r, min(step, at.m - r), &lo, &hi)
             end = min(n, hi - tile)
             start = max(lo - tile, 0) // PANEL * PANEL
@@ -88,103 +64,92 @@ cdef void find_columns(const Call *call, const Place *at, Desk *desk, Py_ssize_t
 
 
 cdef void score_tile(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile, Py_ssize_t n,
-                     Py_ssize_t step, const Ahead *ahead) noexcept nogil:
+                     Py_ssize_t step) noexcept nogil:
     """scores[m, n] = Q Kᵀ of a tile, for step rows at a time and no further than they see."""
-    cdef Py_ssize_t lds = TILE + LANES, r, c, d, cols, depth, ld
+    cdef Py_ssize_t lds = TILE + LANES, r, c, ld
     cdef const float *k
+    cdef Tile keys
     if at.item.direct:
-        k = rows_of(call, at.k, call.k_row, tile, n, call.D, desk.k_rows, &ld, ahead)
-        if call.kind != QKV_FLOAT32:
-            ahead = &NOTHING  # while the rows were widened
-        call.ops.dots(desk.q, call.D, k, ld, desk.scores, lds, at.m, n, call.D,
-                      <const float *> ahead.rows, ahead.stride // <Py_ssize_t> sizeof(float))
+        step = n if call.stored == QKV_FLOAT32 else 2 * LANES  # what is widened stays in the cache
+        for c from 0 <= c < n by step:
+            k = rows_of(call, at.k, call.k_row, tile + c, min(step, n - c), call.D, desk.k_rows,
+                        &ld)
+            call.ops.dots(desk.q, call.D, k, ld, desk.scores + c, lds, at.m, min(step, n - c),
+                          call.D)
         return
-    k = packed_tile(call, at, desk, tile)
+    take_keys(call, at, desk, tile, &keys)
     for c from 0 <= c < n by PANEL:
         for r from 0 <= r < at.m by step:
-            if c < desk.start[r] or c >= desk.end[r]:
-                continue
-            cols = (min(PANEL, desk.end[r] - c) + LANES - 1) // LANES * LANES  # whole vectors
-            for d from 0 <= d < max(call.D, 1) by TILE:  # D may be 0: zeros
-                depth = min(TILE, call.D - d)
-                call.ops.product(desk.q + r * call.D + d, call.D, k + c * call.D + d * PANEL, PANEL,
-                                 desk.scores + r * lds + c, lds, desk.ones if d else NULL,
-                                 min(step, at.m - r), cols, depth, NULL, 0)
+            if desk.start[r] <= c < desk.end[r]:
+                score_panel(call, &keys, c, desk.q + r * call.D, min(step, at.m - r),
+                            desk.scores + r * lds + c, lds, min(PANEL, desk.end[r] - c), desk.ones)
 
 
-cdef const float *clean_tile(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile,
-                             Py_ssize_t n, const float *v, Py_ssize_t *ld) noexcept nogil:
-    """The tile of V with non-finite entries read as 0; marks the rows that may see one."""
-    cdef Py_ssize_t j, d, r
-    cdef const float *source
-    cdef float *target
-    cdef bint spoilt
-    for j in range(n):
-        source = v + j * ld[0]
-        target = desk.v_rows + j * call.Dv
-        spoilt = False
-        for d in range(call.Dv):
-            spoilt = spoilt or not isfinite(source[d])
-            target[d] = source[d] if isfinite(source[d]) else 0.0
-        if spoilt:
-            for r in range(at.m):
-                desk.part.spoilt[r] |= allowed(desk.rows + r, tile + j)
-    ld[0] = call.Dv
-    return desk.v_rows
+cdef void fetch(const Call *call, const Place *next, Py_ssize_t first,
+                Py_ssize_t last) noexcept nogil:
+    """Prefetch those rows of the Q, K and V of a task to come."""
+    cdef Py_ssize_t r, h, i, size = 4 if call.kind == QKV_FLOAT32 else 2
+    for r in range(first, last):
+        if r < next.m:
+            h = next.kv_head * call.group + (next.first_row + r) % call.group
+            i = (next.first_row + r) // call.group
+            qkv_prefetch(next.item.q + h * call.q_head + i * call.q_row, call.D * size)
+            qkv_prefetch(next.item.out + h * call.out_head + i * call.out_row, call.Dv * size)
+        if r < next.item.S:
+            qkv_prefetch(next.k + r * call.k_row, call.D * size)
+            qkv_prefetch(next.v + r * call.v_row, call.Dv * size)
 
 
-cdef bint walk(const Call *call, const Place *at, Desk *desk, bint clean, int worker,
-               qkv_run *run) noexcept nogil:
+cdef void soften(const Call *call, Desk *desk, Py_ssize_t r, Py_ssize_t m, Py_ssize_t tile,
+                 const Place *next) noexcept nogil:
+    """Scores of m rows become weights; a vector of rows at a time where there is a next task,
+    whose rows are fetched meanwhile."""
+    cdef Py_ssize_t lds = TILE + LANES, i, start = desk.start[r], n = desk.end[r] - start
+    cdef Py_ssize_t step = m if next == NULL else LANES
+    for i from r <= i < r + m by step:
+        call.ops.softmax_tile(desk.scores + i * lds + start, lds, min(step, r + m - i), n,
+                              tile + start, desk.rows + i, desk.part.max + i, desk.part.sum + i,
+                              desk.factor + i)
+        if next != NULL:
+            fetch(call, next, i, i + step)
+
+
+cdef bint walk(const Call *call, const Place *at, Desk *desk, bint clean, const Place *next,
+               int worker, qkv_run *run) noexcept nogil:
     """The task's rows over the key tiles of its split; False where the run was stopped.
 
     clean: with the non-finite entries of V read as 0, in the same order and by the same kernels.
+    next: a task of another head whose arrays are fetched during the last tile, or NULL.
     """
-    cdef Py_ssize_t lds = TILE + LANES, lo, hi, tile, n, step, r, m, start, end, ldv
+    cdef Py_ssize_t lo, hi, tile, n, step, r, m
     cdef Py_ssize_t common_lo = 0, common_hi = at.item.S
-    cdef const float *v
-    cdef Ahead values, keys
-    cdef qkv_row *row
+    cdef bint whole
+    cdef Tile values
+    cdef const qkv_row *row
     for r in range(at.m):
         row = &desk.rows[r]
-        row.max = -INFINITY
-        row.sum = 0.0
+        desk.part.max[r] = -INFINITY
+        desk.part.sum[r] = 0.0
         common_lo = max(common_lo, row.lo)
         common_hi = min(common_hi, row.hi)
     memset(desk.part.sums, 0, at.m * call.Dv * sizeof(float))
     memset(desk.part.spoilt, 0, at.m)
     extent(desk.rows, at.m, &lo, &hi)
-    if at.item.splits > 1:
-        lo = max(lo, at.split * SPLIT)
-        hi = min(hi, (at.split + 1) * SPLIT)
+    lo = max(lo, at.first_key)
+    hi = min(hi, at.end_key)
     for tile from lo // TILE * TILE <= tile < hi by TILE:
         if stopped(run, worker):
             return False
         n = min(TILE, hi - tile)
         # all rows at once where they all see the whole tile, or a few in any case
-        step = at.m
-        if not at.item.direct and not (common_lo <= tile and tile + n <= common_hi):
-            step = call.ops.rows
-        values = keys = NOTHING
-        if at.item.direct:  # what memory is to fetch meanwhile
-            values = Ahead(at.v + tile * call.v_row, call.v_row)
-            if tile + 2 * TILE <= hi:
-                keys = Ahead(at.k + (tile + TILE) * call.k_row, call.k_row)
-        find_columns(call, at, desk, tile, n, step)
-        score_tile(call, at, desk, tile, n, step, &values)
-        v = rows_of(call, at.v, call.v_row, tile, n, call.Dv, desk.v_rows, &ldv, &keys)
-        if call.kind != QKV_FLOAT32:
-            keys = NOTHING
-        if clean:
-            v = clean_tile(call, at, desk, tile, n, v, &ldv)
+        whole = common_lo <= tile and tile + n <= common_hi
+        step = at.m if whole or at.item.direct else call.ops.rows
+        find_columns(call, at, desk, tile, n, step, whole)
+        score_tile(call, at, desk, tile, n, step)
+        take_values(call, at, desk, tile, n, clean, &values)
         for r from 0 <= r < at.m by step:
-            m = min(step, at.m - r)
-            start, end = desk.start[r], desk.end[r]
-            if end == 0:
-                continue
-            call.ops.softmax_tile(desk.scores + r * lds + start, lds, m, end - start, tile + start,
-                                  desk.rows + r, desk.factor + r)
-            call.ops.product(desk.scores + r * lds + start, lds, v + start * ldv, ldv,
-                             desk.part.sums + r * call.Dv, call.Dv, desk.factor + r, m, call.Dv,
-                             end - start, <const float *> keys.rows,
-                             keys.stride // <Py_ssize_t> sizeof(float))
+            if desk.end[r] > 0:
+                m = min(step, at.m - r)
+                soften(call, desk, r, m, tile, next if tile + TILE >= hi else NULL)
+                add_values(call, desk, &values, r, m, desk.start[r], desk.end[r])
     return True

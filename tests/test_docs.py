@@ -15,6 +15,10 @@ LAYER = qkv_ext.MultiHeadAttention
 METHODS = {
     f"MultiHeadAttention.{name}": getattr(LAYER, name)
     for name in ("from_fused", "project_kv", "__call__")
+} | {
+    f"KVCache.{name}": method
+    for name, method in vars(qkv_ext.KVCache).items()
+    if inspect.isfunction(method) and not name.startswith("_")
 }
 #: Nothing is computed by a backend here, or nothing is returned that out= could take.
 PLAIN = ("alibi_slopes", "backends", "pack_weight", "rotary_tables", "show_config")
@@ -55,7 +59,7 @@ def test_sections(name):
     takes = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
     expected = {
         "Parameters": bool(takes),
-        "Returns": name not in ("show_config",),
+        "Returns": inspect.signature(function).return_annotation != "None",
         "Raises": name not in ("show_config", "backends"),
         "Examples": True,
     }
@@ -72,7 +76,9 @@ def test_parameters_are_described(name):
     function = (FUNCTIONS | METHODS)[name]
     parameters = inspect.signature(function).parameters
     doc = inspect.getdoc(function)
-    text = re.split(r"\n\w+\n-{4,}\n", "\n" + doc)[1] if parameters else ""
+    text = (
+        re.split(r"\n\w+\n-{4,}\n", "\n" + doc)[1] if list(parameters) not in ([], ["self"]) else ""
+    )
     heads = [line.split(" : ")[0] for line in text.splitlines() if line.strip() == line != ""]
     named = [part.strip().lstrip("*") for head in heads for part in head.split(",")]
     assert [p for p in parameters if p != "self" and p not in named] == []
@@ -91,6 +97,16 @@ def test_signature(name):
     for option in options:
         assert parameters[option].kind is inspect.Parameter.KEYWORD_ONLY
         assert parameters[option].default is None
+
+
+def test_attend_takes_what_attention_takes():
+    """With the same defaults, in the same order."""
+    own = dict(inspect.signature(qkv_ext.scaled_dot_product_attention).parameters)
+    cached = dict(inspect.signature(qkv_ext.KVCache.attend).parameters)
+    del own["k"], own["v"], cached["self"]
+    assert [(p.name, p.kind, p.default) for p in cached.values()] == [
+        (p.name, p.kind, p.default) for p in own.values()
+    ]
 
 
 def test_options_of_layers_are_those_of_attention():

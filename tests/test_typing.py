@@ -10,6 +10,7 @@ CALLS = {
     "qkv_ext.varlen_attention": "x, x, x, [0, 1], [0, 1]",
     "qkv_ext.self_attention": "x, x, x, x, x, num_heads=2, num_kv_heads=1, b_q=x, b_o=x",
     "qkv_ext.cross_attention": "x, x, x, x, x, x, num_heads=2, b_k=x, b_v=x",
+    "cache.attend": "x, key_offset=np.int64(1), layout='blhd'",
     "layer": "x, rotary=(x, x), interleaved=True, rotary_dim=2",
 }
 RETURNS = {
@@ -33,7 +34,8 @@ import numpy as np
 from numpy.typing import NDArray
 import qkv_ext
 A = NDArray[Any]
-def calls(x: A, layer: qkv_ext.MultiHeadAttention, either: np.bool_, some: bool) -> None:
+L = qkv_ext.MultiHeadAttention
+def calls(x: A, layer: L, cache: qkv_ext.KVCache, either: np.bool_, some: bool) -> None:
     got: A | tuple[A, ...]  # whichever it is, of one that is not known
 """
 

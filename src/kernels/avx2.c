@@ -17,6 +17,8 @@ typedef __m256 vec;
 #define VL 8
 #define ROWS 6
 #define VECS 2
+#define THIN_ROWS 1
+#define V_REGISTERS "x"
 #define QKV_NAME "avx2"
 #define QKV_TABLE qkv_avx2
 
@@ -45,9 +47,6 @@ static inline vec v_pick(vec a, vec b, vec x, vec y) {
 static inline vec v_max(vec a, vec b) { return _mm256_max_ps(a, b); }
 static inline vec v_fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
 static inline vec v_fnma(vec a, vec b, vec c) { return _mm256_fnmadd_ps(a, b, c); }
-static inline vec v_round(vec x) {
-    return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-}
 static inline vec power_of_two(__m256i n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
 }
@@ -98,6 +97,16 @@ static inline vec v_sums(const vec *r) {
     vec high = _mm256_hadd_ps(_mm256_hadd_ps(r[4], r[5]), _mm256_hadd_ps(r[6], r[7]));
     return v_add(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
 }
+static inline vec v_maxima(const vec *r) {
+    vec t[4];
+    for (int i = 0; i < 4; i++) /* pairs of lanes, then fours, then halves; the order is hadd's */
+        t[i] = v_max(_mm256_shuffle_ps(r[2 * i], r[2 * i + 1], _MM_SHUFFLE(2, 0, 2, 0)),
+                     _mm256_shuffle_ps(r[2 * i], r[2 * i + 1], _MM_SHUFFLE(3, 1, 3, 1)));
+    for (int i = 0; i < 2; i++)
+        t[i] = v_max(_mm256_shuffle_ps(t[2 * i], t[2 * i + 1], _MM_SHUFFLE(2, 0, 2, 0)),
+                     _mm256_shuffle_ps(t[2 * i], t[2 * i + 1], _MM_SHUFFLE(3, 1, 3, 1)));
+    return v_max(_mm256_permute2f128_ps(t[0], t[1], 0x20), _mm256_permute2f128_ps(t[0], t[1], 0x31));
+}
 static inline __m256i wide(const uint16_t *p) {
     return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
 }
@@ -106,6 +115,9 @@ static inline vec v_from_half(const uint16_t *p) {
 }
 static inline void v_to_half(uint16_t *p, vec x) {
     _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+static inline vec v_from_int8(const int8_t *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
 }
 static inline vec v_from_bfloat(const uint16_t *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide(p), 16));

@@ -17,6 +17,8 @@ typedef __m512 vec;
 #define VL 16
 #define ROWS 6
 #define VECS 4
+#define THIN_ROWS 2
+#define V_REGISTERS "v"
 #define QKV_NAME "avx512"
 #define QKV_TABLE qkv_avx512
 
@@ -42,9 +44,6 @@ static inline vec v_pick(vec a, vec b, vec x, vec y) {
 static inline vec v_max(vec a, vec b) { return _mm512_max_ps(a, b); }
 static inline vec v_fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
 static inline vec v_fnma(vec a, vec b, vec c) { return _mm512_fnmadd_ps(a, b, c); }
-static inline vec v_round(vec x) {
-    return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-}
 static inline vec v_ldexp(vec p, vec n) { return _mm512_scalef_ps(p, n); }
 static inline vec v_keep(vec s, const uint8_t *keep) {
     __m128i bytes = _mm_loadu_si128((const __m128i *)keep);
@@ -85,22 +84,29 @@ static inline void v_transpose(vec *r) {
         r[c + 12] = ODD_BLOCKS(odd_top, odd_bottom);
     }
 }
-static inline vec v_sums(const vec *r) {
-    vec u[4];
-    for (int i = 0; i < 4; i++) { /* lane c of each block of u[i]: that block's sum of r[4 i + c] */
-        const vec *s = r + 4 * i;
-        vec even = v_add(_mm512_unpacklo_ps(s[0], s[2]), _mm512_unpackhi_ps(s[0], s[2]));
-        vec odd = v_add(_mm512_unpacklo_ps(s[1], s[3]), _mm512_unpackhi_ps(s[1], s[3]));
-        u[i] = v_add(_mm512_unpacklo_ps(even, odd), _mm512_unpackhi_ps(even, odd));
+/* Lane c of each block of u[i]: op over that block of r[4 i + c]; then over the four blocks. */
+#define ACROSS_LANES(name, op)                                                                     \
+    static inline vec name(const vec *r) {                                                         \
+        vec u[4];                                                                                  \
+        for (int i = 0; i < 4; i++) {                                                              \
+            const vec *s = r + 4 * i;                                                              \
+            vec even = op(_mm512_unpacklo_ps(s[0], s[2]), _mm512_unpackhi_ps(s[0], s[2]));         \
+            vec odd = op(_mm512_unpacklo_ps(s[1], s[3]), _mm512_unpackhi_ps(s[1], s[3]));          \
+            u[i] = op(_mm512_unpacklo_ps(even, odd), _mm512_unpackhi_ps(even, odd));               \
+        }                                                                                          \
+        vec low = op(EVEN_BLOCKS(u[0], u[1]), ODD_BLOCKS(u[0], u[1]));                             \
+        vec high = op(EVEN_BLOCKS(u[2], u[3]), ODD_BLOCKS(u[2], u[3]));                            \
+        return op(EVEN_BLOCKS(low, high), ODD_BLOCKS(low, high));                                  \
     }
-    vec low = v_add(EVEN_BLOCKS(u[0], u[1]), ODD_BLOCKS(u[0], u[1]));
-    vec high = v_add(EVEN_BLOCKS(u[2], u[3]), ODD_BLOCKS(u[2], u[3]));
-    return v_add(EVEN_BLOCKS(low, high), ODD_BLOCKS(low, high));
-}
+ACROSS_LANES(v_sums, v_add)
+ACROSS_LANES(v_maxima, v_max)
 static inline __m256i sixteen(const uint16_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
 static inline vec v_from_half(const uint16_t *p) { return _mm512_cvtph_ps(sixteen(p)); }
 static inline void v_to_half(uint16_t *p, vec x) {
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+static inline vec v_from_int8(const int8_t *p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 }
 static inline vec v_from_bfloat(const uint16_t *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(sixteen(p)), 16));

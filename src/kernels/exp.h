@@ -7,13 +7,14 @@
    Error: at most 2.3 ulp with fused products, 4 ulp without; results below 2^-126 are rounded once
    more, to the subnormal grid.  exp(0) == 1 and exp(-inf) == 0 exactly; NaN stays NaN. */
 #define LOG2_E 1.4426950408889634f
+#define TO_INTEGER 0x1.8p23f /* added and taken off again, it leaves the nearest integer */
 #define LN2_HIGH 0.693359375f
 #define LN2_LOW (-2.12194440e-4f)
 
 static inline vec v_exp(vec x) {
     vec n, r, p;
     x = v_max(v_set1(-105.0f), x); /* e^-105 rounds to zero; the order of operands keeps a NaN */
-    n = v_round(v_mul(x, v_set1(LOG2_E)));
+    n = v_sub(v_fma(x, v_set1(LOG2_E), v_set1(TO_INTEGER)), v_set1(TO_INTEGER));
     r = v_fnma(n, v_set1(LN2_HIGH), x);
     r = v_fnma(n, v_set1(LN2_LOW), r);
     p = v_fma(v_set1(0x1.1062100p-7f), r, v_set1(0x1.572a600p-5f));

@@ -24,9 +24,9 @@
 enum { PANEL = 64, TILE = 256, LANES = 16 /* the widest vector; every width divides it */ };
 
 /* How numbers are stored; everything is computed in float32. */
-enum { QKV_FLOAT32, QKV_FLOAT16, QKV_BFLOAT16 };
+enum { QKV_FLOAT32, QKV_FLOAT16, QKV_BFLOAT16, QKV_INT8 };
 
-/* One query row on its way through the key tiles: the rules it obeys and its running softmax. */
+/* The rules that a query row obeys on its way through the key tiles. */
 typedef struct {
     ptrdiff_t lo, hi;       /* keys lo <= j < hi are allowed by order, window, length */
     float softcap;          /* the score becomes softcap tanh(score / softcap); 0 is off */
@@ -36,7 +36,6 @@ typedef struct {
     const float *bias;      /* float mask of the row, added to the score; or NULL */
     ptrdiff_t mask_step;    /* 1, or 0 where the mask is broadcast along the keys */
     float *scores;          /* where the row's final scores are kept for the weights; or NULL */
-    float max, sum;         /* running maximum, and running sum of exp(score - max) */
 } qkv_row;
 
 typedef struct {
@@ -46,36 +45,43 @@ typedef struct {
     ptrdiff_t rows;
 
     /* c[m, n] ldc = a[m, k] lda . b[k, n] ldb, plus keep[i] c[i, :] where keep is not NULL.
-       Each element is one chain of k steps from zero (fused, but in scalar), whatever m, n and the position.
-       next[k, n] ldn is prefetched meanwhile; NULL where memory is not what it waits for. */
+       Each element is one chain of k steps from zero (fused, but in scalar), whatever m, n and the
+       position. */
     void (*product)(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb, float *c,
-                    ptrdiff_t ldc, const float *keep, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k,
-                    const float *next, ptrdiff_t ldn);
+                    ptrdiff_t ldc, const float *keep, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k);
+
+    /* The same with b in storage: QKV_FLOAT16, QKV_BFLOAT16 or QKV_INT8, and the very bits of a
+       product with what widen makes of it.  b is read in whole vectors of LANES numbers, also where
+       its last row ends. */
+    void (*product_stored)(int kind, const float *a, ptrdiff_t lda, const void *b, ptrdiff_t ldb,
+                           float *c, ptrdiff_t ldc, const float *keep, ptrdiff_t m, ptrdiff_t n,
+                           ptrdiff_t k);
 
     /* c[m, n] ldc = a[m, k] lda . b[n, k] ldb transposed: dot products of rows, for the few
-       queries of a decode step, where packing b would cost more than the product.
-       next[n, k] ldn is prefetched meanwhile, unless it is NULL. */
+       queries of a decode step, where packing b would cost more than the product. */
     void (*dots)(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb, float *c,
-                 ptrdiff_t ldc, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k, const float *next,
-                 ptrdiff_t ldn);
+                 ptrdiff_t ldc, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k);
 
     /* panel[k, PANEL] PANEL = b[n, k] ldb transposed, n <= PANEL; columns from n up to the next
        multiple of LANES become zero. */
     void (*pack)(const float *b, ptrdiff_t ldb, float *panel, ptrdiff_t n, ptrdiff_t k);
 
-    /* One step of the online softmax over the tile s[m, n] lds of the keys first .. first + n - 1:
-       scores become exp(score - max), factor[i] is what the row's earlier sums are to be
-       multiplied by, rows[i] moves on.  Excluded keys are selected away, never added.
+    /* One step of the online softmax over the tile s[m, n] lds of the keys first .. first + n - 1.
+       Scores become exp(score - max) with max[i] the maximum of row i so far, which starts at -inf,
+       and sum[i] their sum so far; factor[i] is what the row's earlier sums are to be multiplied
+       by.  Excluded keys are selected away, never added.
        s is written up to the next multiple of LANES. */
     void (*softmax_tile)(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, ptrdiff_t first,
-                         qkv_row *rows, float *factor);
+                         const qkv_row *rows, float *max, float *sum, float *factor);
 
     /* What a row's options make of the scores s[n] of the keys first .. first + n - 1: the first step
        of softmax_tile alone.  s is read and written up to the next multiple of LANES. */
     void (*adjust)(float *s, ptrdiff_t n, ptrdiff_t first, const qkv_row *row);
 
-    /* y[n] = factor x[n]; returns whether all of y is finite.  A negative zero becomes zero. */
-    int (*scaled)(const float *x, float factor, float *y, ptrdiff_t n);
+    /* y[m, n] ldy = factor[i] x[m, n] ldx; returns whether all of y is finite.  A negative zero
+       becomes zero. */
+    int (*scaled)(const float *x, ptrdiff_t ldx, const float *factor, float *y, ptrdiff_t ldy,
+                  ptrdiff_t m, ptrdiff_t n);
 
     /* y[n] = factor exp(x[n] - max). */
     void (*weights)(const float *x, float max, float factor, float *y, ptrdiff_t n);
@@ -83,10 +89,12 @@ typedef struct {
     /* y[n] = softmax(x[n]): the plain formula, NaN where it is NaN. */
     void (*softmax)(const float *x, float *y, ptrdiff_t n);
 
-    /* y[m, n] n = x[m, n] ldx, from QKV_FLOAT16 or QKV_BFLOAT16.
-       next[m, n] ldn is prefetched meanwhile, unless it is NULL. */
-    void (*widen)(int kind, const uint16_t *x, ptrdiff_t ldx, float *y, ptrdiff_t m, ptrdiff_t n,
-                  const uint16_t *next, ptrdiff_t ldn);
+    /* y[m, n] n = x[m, n] ldx, from QKV_FLOAT16, QKV_BFLOAT16 or QKV_INT8. */
+    void (*widen)(int kind, const void *x, ptrdiff_t ldx, float *y, ptrdiff_t m, ptrdiff_t n);
+
+    /* s[m, n] lds *= factor[n], the scales of int8 keys or values.  s and factor are read, and s is
+       written, up to the next multiple of LANES. */
+    void (*times)(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, const float *factor);
 
     /* y[n] = x[n] the other way, to the nearest, ties to even. */
     void (*narrow)(int kind, const float *x, uint16_t *y, ptrdiff_t n);
@@ -95,6 +103,17 @@ typedef struct {
     void (*exp)(const float *x, float *y, ptrdiff_t n);
     void (*tanh)(const float *x, float *y, ptrdiff_t n);
 } qkv_kernels;
+
+/* Ask for the cache lines of n bytes, into the second-level cache; never faults. */
+static inline void qkv_prefetch(const char *p, ptrdiff_t n) {
+#if defined(__GNUC__)
+    __asm__ volatile(""); /* or gcc takes this for a function without effect, and drops it */
+    for (ptrdiff_t i = 0; i < n; i += 64) __builtin_prefetch(p + i, 0, 2);
+#else
+    (void)p;
+    (void)n;
+#endif
+}
 
 /* The tables of this build, slowest first.  A name is runnable where CPU and OS support it. */
 extern const qkv_kernels *const qkv_tables[];

@@ -10,6 +10,8 @@ typedef float32x4_t vec;
 #define VL 4
 #define ROWS 6
 #define VECS 4
+#define THIN_ROWS 2
+#define V_REGISTERS "w"
 #define QKV_NAME "neon"
 #define QKV_TABLE qkv_neon
 
@@ -36,7 +38,6 @@ static inline vec v_pick(vec a, vec b, vec x, vec y) { return vbslq_f32(vcltq_f3
 static inline vec v_max(vec a, vec b) { return vmaxq_f32(a, b); }
 static inline vec v_fma(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
 static inline vec v_fnma(vec a, vec b, vec c) { return vfmsq_f32(c, a, b); }
-static inline vec v_round(vec x) { return vrndnq_f32(x); }
 static inline vec power_of_two(int32x4_t n) {
     return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, vdupq_n_s32(127)), 23));
 }
@@ -65,11 +66,18 @@ static inline void v_transpose(vec *r) {
 static inline vec v_sums(const vec *r) {
     return vpaddq_f32(vpaddq_f32(r[0], r[1]), vpaddq_f32(r[2], r[3]));
 }
+static inline vec v_maxima(const vec *r) {
+    return vpmaxq_f32(vpmaxq_f32(r[0], r[1]), vpmaxq_f32(r[2], r[3]));
+}
 static inline vec v_from_half(const uint16_t *p) {
     return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 }
 static inline void v_to_half(uint16_t *p, vec x) {
     vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x)));
+}
+static inline vec v_from_int8(const int8_t *p) {
+    int32_t lanes[4] = {p[0], p[1], p[2], p[3]};
+    return vcvtq_f32_s32(vld1q_s32(lanes));
 }
 static inline vec v_from_bfloat(const uint16_t *p) {
     return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16));

@@ -8,6 +8,7 @@ typedef float vec;
 #define VL 1
 #define ROWS 6
 #define VECS 4
+#define THIN_ROWS 1
 #define QKV_NAME "scalar"
 #define QKV_TABLE qkv_scalar
 
@@ -28,7 +29,6 @@ static inline vec v_pick(vec a, vec b, vec x, vec y) { return a < b ? x : y; }
 static inline vec v_max(vec a, vec b) { return a > b ? a : b; }
 static inline vec v_fma(vec a, vec b, vec c) { return a * b + c; }
 static inline vec v_fnma(vec a, vec b, vec c) { return c - a * b; }
-static inline vec v_round(vec x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
 static inline float power_of_two(int32_t n) {
     uint32_t bits = (uint32_t)(n + 127) << 23;
     float x;
@@ -45,6 +45,7 @@ static inline float v_sum(vec x) { return x; }
 static inline float v_largest(vec x) { return x; }
 static inline void v_transpose(vec *rows) { (void)rows; }
 static inline vec v_sums(const vec *rows) { return *rows; }
+static inline vec v_maxima(const vec *rows) { return *rows; }
 static inline float float_of(uint32_t bits) {
     float x;
     memcpy(&x, &bits, sizeof x);
@@ -55,6 +56,7 @@ static inline uint32_t bits_of(float x) {
     memcpy(&bits, &x, sizeof bits);
     return bits;
 }
+static inline vec v_from_int8(const int8_t *p) { return *p; }
 static inline vec v_from_bfloat(const uint16_t *p) { return float_of((uint32_t)*p << 16); }
 static inline void v_to_bfloat(uint16_t *p, vec x) {
     uint32_t bits = bits_of(x);

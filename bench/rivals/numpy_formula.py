@@ -1,0 +1,78 @@
+"""The plain formula as a NumPy user writes it, the heads of a group on an axis of their own."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import numpy as np
+
+from bench.kinds import Arrays, Attention, Product, Softmax
+from bench.rivals.base import Prepared, Rival, allowed, room_for_scores
+
+
+def rows_softmax(scores: np.ndarray) -> np.ndarray:
+    """In place."""
+    scores -= scores.max(-1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(-1, keepdims=True)
+    return scores
+
+
+def out_of_place(x: np.ndarray) -> np.ndarray:
+    terms: np.ndarray = np.exp(x - x.max(-1, keepdims=True))
+    terms /= terms.sum(-1, keepdims=True)
+    return terms
+
+
+def formula(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    scale: np.float32,
+    mask: np.ndarray | None,
+    keep: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    b, h, length, d = q.shape
+    hkv, s = k.shape[1:3]
+    scores = (q * scale).reshape(b, hkv, h // hkv, length, d) @ k[:, :, None].swapaxes(-1, -2)
+    if mask is not None:
+        scores += mask[:, :, None]
+    if keep is not None:
+        scores = np.where(keep, scores, np.float32(-np.inf))
+    weights = rows_softmax(scores)
+    return (weights @ v[:, :, None]).reshape(q.shape), weights.reshape(b, h, length, s)
+
+
+class NumPyFormula(Rival):
+    def __init__(self, threads: int) -> None:
+        super().__init__(threads)
+        self.line = f"NumPy {np.__version__} {blas()}"
+
+    def weights(self, case: Attention, arrays: Arrays) -> Prepared:
+        room_for_scores(case, 2 if case.causal else 1)
+        scale = np.float32(1 / math.sqrt(case.shape[-1]) if case.scale is None else case.scale)
+        q, k, v, mask = arrays["q"], arrays["k"], arrays["v"], arrays.get("mask")
+        return Prepared(partial(formula, q, k, v, scale, mask, allowed(case)), tuple)
+
+    def attention(self, case: Attention, arrays: Arrays) -> Prepared:
+        return Prepared(self.weights(case, arrays).call, lambda result: result[:1])
+
+    def product(self, case: Product, arrays: Arrays) -> Prepared:
+        return Prepared(partial(np.matmul, arrays["x"], arrays["w"]))
+
+    def softmax(self, case: Softmax, arrays: Arrays) -> Prepared:
+        return Prepared(partial(out_of_place, arrays["x"]))
+
+
+def blas() -> str:
+    """The library of NumPy's products and the kernel that it chose."""
+    try:
+        from threadpoolctl import threadpool_info
+    except ImportError:
+        return "(kernel unknown: threadpoolctl is not installed)"
+    return " ".join(
+        f"{lib['internal_api']} {lib.get('version')} {lib.get('architecture')}"
+        for lib in threadpool_info()
+        if lib["user_api"] == "blas"
+    )

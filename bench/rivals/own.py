@@ -1,0 +1,85 @@
+"""qkv_ext itself."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import qkv_ext
+from bench.caches import Cached, CacheUse
+from bench.kinds import Arrays, Attention, Case, Product, Softmax
+from bench.rivals.base import Prepared, Rival
+
+
+class Own(Rival):
+    def __init__(self, threads: int) -> None:
+        super().__init__(threads)
+        self.line = f"qkv_ext {qkv_ext.__version__} {qkv_ext.backends()[-1]}"
+
+    def _run(self, case: Case) -> dict[str, Any]:
+        if case.backend is not None and case.backend not in qkv_ext.backends():
+            raise ValueError(f"no backend {case.backend} here")
+        return {"threads": case.threads or self.threads, "backend": case.backend}
+
+    def attention(self, case: Attention, arrays: Arrays) -> Prepared:
+        q, k, v = arrays["q"], arrays["k"], arrays["v"]
+        options: dict[str, Any] = {} if case.overhead else self._run(case)
+        if case.causal:
+            options["causal"] = True
+        if case.window:
+            options["window"] = (case.window - 1, 0)
+        if case.mask:
+            options["mask"] = arrays["mask"]
+        if case.scale is not None:
+            options["scale"] = case.scale
+        return Prepared(partial(qkv_ext.scaled_dot_product_attention, q, k, v, **options))
+
+    def weights(self, case: Attention, arrays: Arrays) -> Prepared:
+        call: Any = self.attention(case, arrays).call
+        return Prepared(partial(call, return_weights=True), tuple)
+
+    def product(self, case: Product, arrays: Arrays) -> Prepared:
+        return Prepared(partial(qkv_ext.matmul, arrays["x"], arrays["w"], **self._run(case)))
+
+    def packed(self, case: Product, arrays: Arrays) -> Prepared:
+        weight = qkv_ext.pack_weight(arrays["w"])
+        call = partial(qkv_ext.linear_projection, arrays["x"], weight, **self._run(case))
+        return Prepared(call)
+
+    def softmax(self, case: Softmax, arrays: Arrays) -> Prepared:
+        x: np.ndarray = arrays["x"]
+        return Prepared(partial(qkv_ext.softmax, x, **self._run(case)))
+
+    def cached(self, case: Cached, arrays: Arrays) -> Prepared:
+        cache = _filled(case.shape[0], arrays["k"], arrays["v"], case.stored, case.shape[4])
+        return Prepared(partial(cache.attend, arrays["q"], **self._run(case)))
+
+    def use(self, case: CacheUse, arrays: Arrays) -> Prepared:
+        kv = arrays["kv"]
+        cache = _filled(case.shape[0], kv, kv, "float32", case.shape[2])
+        more = kv[:, :, : case.count]
+        pairs = [n // 2 * 2 for n in range(case.shape[0])]
+
+        def call() -> qkv_ext.KVCache:
+            if case.use == "fork":
+                return cache.fork()
+            if case.use == "reorder":
+                cache.reorder(pairs)
+            else:
+                cache.append(more, more)
+                cache.truncate(case.shape[2])
+            return cache
+
+        return Prepared(call, lambda result: (result.lengths,))
+
+
+def _filled(batch: int, k: np.ndarray, v: np.ndarray, stored: str, length: int) -> qkv_ext.KVCache:
+    """A cache of that many keys, taken from k and v again and again."""
+    cache = qkv_ext.KVCache(batch, k.shape[1], k.shape[3], dtype=stored)
+    for start in range(0, length, 4096):
+        at = start % k.shape[2]
+        part = slice(at, at + min(4096, length - start))
+        cache.append(k[:, :, part], v[:, :, part])
+    return cache

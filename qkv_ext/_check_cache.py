@@ -1,0 +1,194 @@
+"""The front door of KVCache: its sizes, what is appended to it, and the calls that attend to it.
+
+An attention call goes through the same check as any other.  Its keys and values are given there by
+their shapes alone, as arrays of one row that broadcasts, and by Problem.pages to the backend.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from qkv_ext import _arrays, _check, _rules
+from qkv_ext._arrays import FLOAT64, Array, operand, same_dtype
+from qkv_ext._check import Checked, Problem
+from qkv_ext._pages import TILE, Layout
+from qkv_ext._storage import ENTRIES
+from qkv_ext._store import Store
+
+_MOST = 1 << 31  #: of every size; memory ends before that
+_MOST_ITEMS = 1 << 20
+_FLOATS = "float32, float16 or bfloat16"
+
+
+def layout(num_kv_heads: Any, head_dim: Any, v_dim: Any, dtype: Any, page: Any) -> Layout:
+    """What the pages of a cache look like."""
+    heads = size(num_kv_heads, "num_kv_heads")
+    d = size(head_dim, "head_dim")
+    dv = d if v_dim is None else size(v_dim, "v_dim")
+    keys = size(page, "_page")
+    if keys == 0 or keys % TILE:
+        raise ValueError(f"_page is {keys}; expected a positive multiple of {TILE}")
+    return Layout(storage(dtype), keys, heads, d, dv)
+
+
+def size(value: Any, name: str, most: int = _MOST) -> int:
+    return int(_rules.integers(value, name, None, 0, most))
+
+
+def batch(value: Any) -> int:
+    return size(value, "batch", _MOST_ITEMS)
+
+
+def storage(dtype: Any) -> str:
+    """The name of a storage type, given by its name or as a dtype."""
+    name = dtype
+    if not isinstance(dtype, str):
+        try:
+            name = np.dtype(dtype).name
+        except TypeError:
+            name = None
+        if dtype is None or name is None:
+            expected = ", ".join(ENTRIES)
+            raise TypeError(f"dtype is {dtype!r}; expected one of {expected}")
+    if name not in ENTRIES:
+        raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(ENTRIES)}")
+    return str(name)
+
+
+def _floats(x: Any, name: str) -> Array:
+    array = operand(x, name, 0)
+    if array.dtype == FLOAT64:
+        raise TypeError(f"{name} has dtype float64; expected {_FLOATS}")
+    return array
+
+
+def appended(store: Store, k: Any, v: Any, lengths: Any) -> tuple[Array, Array, list[int]]:
+    """Keys (B, Hkv, n, D) and values (B, Hkv, n, Dv), and how many of them each item takes."""
+    count, own = len(store.items), store.layout
+    k, v = _floats(k, "k"), _floats(v, "v")
+    for x, name, last in ((k, "k", own.head_dim), (v, "v", own.v_dim)):
+        if x.ndim != 4 or x.shape[:2] != (count, own.kv_heads) or x.shape[3] != last:
+            raise ValueError(
+                f"{name} has shape {x.shape}; expected ({count}, {own.kv_heads}, n, {last}), "
+                "as the cache has"
+            )
+    n = k.shape[2]
+    if v.shape[2] != n:
+        raise ValueError(f"k and v have shapes {k.shape} and {v.shape}; expected one n")
+    same_dtype(k=k, v=v)
+    if lengths is None:
+        return k, v, [n] * count
+    counts: list[int] = _rules.integers(lengths, "lengths", count, 0, n).tolist()
+    most = max(counts, default=0)
+    return k[:, :, :most], v[:, :, :most], counts
+
+
+def item(store: Store, b: Any) -> int:
+    return int(_rules.integers(b, "b", None, 0, len(store.items) - 1))
+
+
+def indices(store: Store, value: Any) -> list[int]:
+    """Items (n,), any number of them."""
+    shape = _rules._shape(value, "indices", "integers (n,)")
+    if len(shape) != 1:
+        raise ValueError(f"indices has shape {shape}; expected (n,)")
+    chosen: list[int] = _rules.integers(
+        value, "indices", shape[0], 0, len(store.items) - 1
+    ).tolist()
+    return chosen
+
+
+def per_item(store: Store, value: Any, name: str) -> list[int]:
+    """An integer or integers (B,), each from 0 to the length of its item."""
+    lengths = store.lengths
+    wanted = f"an integer or integers ({len(lengths)},)"
+    if _rules._shape(value, name, wanted) == () and not isinstance(value, bool):
+        value = np.full(len(lengths), value)
+    longest = max(lengths, default=0)
+    numbers: list[int] = _rules.integers(value, name, len(lengths), 0, longest).tolist()
+    for b, (number, length) in enumerate(zip(numbers, lengths, strict=True)):
+        if number > length:
+            raise ValueError(
+                f"{name} holds {number} for item {b}; expected at most its length, {length}"
+            )
+    return numbers
+
+
+def attention(
+    store: Store,
+    q: Any,
+    mask: Any = None,
+    causal: Any = False,
+    align: Any = "bottom-right",
+    scale: Any = None,
+    window: Any = None,
+    softcap: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    kv_lengths: Any = None,
+    q_lengths: Any = None,
+    query_offset: Any = None,
+    key_offset: Any = 0,
+    layout: Any = "bhld",
+    return_weights: Any = False,
+    return_lse: Any = False,
+    out: Any = None,
+    threads: Any = None,
+    backend: Any = None,
+) -> Checked[Problem]:
+    """Check a call of KVCache.attend; see scaled_dot_product_attention for the arguments."""
+    own, lengths, pages = store.layout, store.lengths, store.pages()
+    count, heads, s = len(lengths), own.kv_heads, max(lengths, default=0)
+    q = _floats(q, "q")
+    blhd = layout != "bhld"
+    if blhd:
+        _arrays.choice(layout, "layout", ("bhld", "blhd"))
+    h = q.shape[2 if blhd else 1] if q.ndim == 4 else 0
+    fits = h == heads or (heads and h % heads == 0)
+    if q.ndim != 4 or q.shape[0] != count or q.shape[3] != own.head_dim or not fits:
+        axes = "L, H" if blhd else "H, L"
+        raise ValueError(
+            f"q has shape {q.shape}; expected ({count}, {axes}, {own.head_dim}) with H a multiple "
+            f"of {heads}, as the cache has"
+        )
+    if kv_lengths is not None:
+        kv_lengths = _rules.integers(kv_lengths, "kv_lengths", count, 0, s)
+        kv_lengths = per_item(store, kv_lengths, "kv_lengths")
+    elif lengths and min(lengths) < s:
+        kv_lengths = pages.lengths
+    row = np.zeros(max(own.head_dim, own.v_dim), q.dtype)
+    rows, steps = ((s, heads) if blhd else (heads, s)), (0, 0, 0, row.itemsize)
+    k: Array = np.ndarray((count, *rows, own.head_dim), q.dtype, row, 0, steps)
+    v: Array = np.ndarray((count, *rows, own.v_dim), q.dtype, row, 0, steps)
+    chosen, problem, arrays, copies = _check.attention(
+        q, k, v, mask, causal, align, scale, window, softcap, alibi_slopes, sinks, kv_lengths,
+        q_lengths, query_offset, key_offset, layout, return_weights, return_lse, out, threads,
+        backend, None, pages,
+    )  # fmt: skip
+    if any(store.dropped):
+        _kept(problem, store)
+    return chosen, problem, arrays, copies
+
+
+def _kept(problem: Problem, store: Store) -> None:
+    """Refuse a call in which a query row may see a key that was dropped.
+
+    Row i sees the keys i + shift - left to i + shift + right.  Both ends move on with i, so the
+    first row that sees any key sees the earliest.
+    """
+    rules = problem.rules
+    for b, (gone, length) in enumerate(zip(store.dropped, store.lengths, strict=True)):
+        rows, there, shift = problem.out.shape[-2], length, problem.shift
+        if rules.spans is not None:
+            span = rules.spans[b].tolist()
+            rows, there = span[_rules.Q_LENGTH], span[_rules.K_LENGTH]
+            shift = span[_rules.SHIFT]
+        row = max(0, -(shift + rules.right))
+        first = max(0, row + shift - rules.left)
+        if row < rows and first < min(gone, there):
+            raise ValueError(
+                f"the cache has dropped the keys before {gone} of item {b}, but a query of this "
+                f"call sees keys from {first} on; expected a window that leaves them out"
+            )

@@ -1,0 +1,233 @@
+"""The pages that a KVCache keeps its keys and values in.
+
+A page holds P keys and values of one batch item, page n the keys nP to (n + 1)P, in one allocation
+that starts on a cache line:
+
+    k        (Hkv, P / 64, D, 64)   panels: column c of panel p is key 64 p + c
+    v        (Hkv, P Dv)            rows in blocks of 64 columns, one block after the other: rows
+                                    [P, 64] each, the last one as wide as what is left
+    k_scale  (Hkv, P)  float32, int8 only
+    v_scale  (Hkv, P)  float32, int8 only
+
+So k and v both are what a product streams through from end to end, 64 columns at a time.  They are
+in the entries of the storage type, see _storage.py; which item has which pages, and who may write
+to them, in _store.py.
+
+Slots that no key was written to are zeros, so that panels and rows may be read beyond the last key.
+(Where an item was cut back within a page that it shares, they hold what the others still see.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from typing import NamedTuple
+
+import numpy as np
+
+from qkv_ext._arrays import FLOAT32, Array
+from qkv_ext._packed import PANEL
+from qkv_ext._storage import ENTRIES
+
+TILE = 256  #: keys of a tile of the kernels, which never crosses a page
+SLACK = 64  #: bytes behind v, and behind the scales, that a vector load may touch
+_HUGE = 2 << 20  #: bytes of a huge page
+_SLAB = 4 << 20  #: bytes that are asked of the system at a time, unless one page is larger
+_SPARE = 32 << 20  #: bytes of given-up pages that are kept for the next ones
+
+
+class Layout(NamedTuple):
+    """What every page of a cache looks like."""
+
+    kind: str  # the storage type
+    size: int  # P
+    kv_heads: int
+    head_dim: int
+    v_dim: int
+
+    @property
+    def offsets(self) -> tuple[int, int, int, int, int]:
+        """Where k, v, k_scale and v_scale start in a page, in bytes, and where the page ends."""
+        keys = self.kv_heads * self.size
+        entry, scale = ENTRIES[self.kind].itemsize, 4 if self.kind == "int8" else 0
+        v = keys * self.head_dim * entry
+        k_scale = v + keys * self.v_dim * entry + SLACK
+        v_scale = k_scale + keys * scale
+        return 0, v, k_scale, v_scale, v_scale + keys * scale + (SLACK if scale else 0)
+
+
+class Page:
+    """One page; it hands its memory back to the pool when nobody holds it any more."""
+
+    __slots__ = ("k", "k_scale", "owner", "pool", "room", "v_blocks", "v_scale")
+
+    def __init__(self, room: Array, pool: Pool) -> None:
+        self.room, self.pool = room, pool  # first of all, for __del__
+        self.owner: object = None
+        layout, (k, v, k_scale, v_scale, _) = pool.layout, pool.offsets
+        heads, size, entries = layout.kv_heads, layout.size, ENTRIES[layout.kind]
+        panels = (heads, size // PANEL, layout.head_dim, PANEL)
+        self.k: Array = np.ndarray(panels, entries, room, k)
+        flat: Array = np.ndarray((heads, size * layout.v_dim), entries, room, v)
+        self.v_blocks: list[tuple[slice, Array]] = []  # columns, and their rows (Hkv, P, 64)
+        for start in range(0, layout.v_dim, PANEL):
+            stop = min(start + PANEL, layout.v_dim)
+            block = flat[:, start * size : stop * size].reshape(heads, size, stop - start)
+            self.v_blocks.append((slice(start, stop), block))
+        self.k_scale: Array | None = None
+        self.v_scale: Array | None = None
+        if layout.kind == "int8":
+            self.k_scale = np.ndarray((heads, size), FLOAT32, room, k_scale)
+            self.v_scale = np.ndarray((heads, size), FLOAT32, room, v_scale)
+
+    def __del__(self) -> None:
+        self.pool.give_back(self.room)
+
+    def addresses(self) -> Array:
+        """Of k, v, k_scale and v_scale, 0 for what is not there."""
+        _, v, k_scale, v_scale, _ = self.pool.offsets
+        start = self.room.ctypes.data
+        scales = (start + k_scale, start + v_scale) if self.k_scale is not None else (0, 0)
+        return np.array((start, start + v, *scales), np.int64)
+
+    def write(self, at: int, k: Array, v: Array) -> None:
+        """Entries of keys (Hkv, n, D) and values (Hkv, n, Dv), from a slot on."""
+        count = k.shape[1]
+        for columns, block in self.v_blocks:
+            block[:, at : at + count] = v[..., columns]
+        if count == 1:
+            self.k[:, at // PANEL, :, at % PANEL] = k[:, 0]
+        else:
+            _write_panels(self.k, at, k)
+
+    def write_scales(self, at: int, k_scale: Array, v_scale: Array) -> None:
+        """Their scales (Hkv, n), in int8."""
+        if self.k_scale is not None and self.v_scale is not None:
+            self.k_scale[:, at : at + k_scale.shape[1]] = k_scale
+            self.v_scale[:, at : at + v_scale.shape[1]] = v_scale
+
+    def key_rows(self) -> Array:
+        """The keys (Hkv, P, D), a copy."""
+        heads, panels, d, _ = self.k.shape
+        return self.k.swapaxes(-1, -2).reshape(heads, panels * PANEL, d)
+
+    def value_rows(self) -> Array:
+        """The values (Hkv, P, Dv), a copy."""
+        layout = self.pool.layout
+        rows = np.empty((layout.kv_heads, layout.size, layout.v_dim), ENTRIES[layout.kind])
+        for columns, block in self.v_blocks:
+            rows[..., columns] = block
+        return rows
+
+    def copy_from(self, other: Page, count: int) -> None:
+        """The first keys of another page, into a page of zeros."""
+        panels = -(-count // PANEL)
+        self.k[:, :panels] = other.k[:, :panels]
+        for (_, block), (_, others) in zip(self.v_blocks, other.v_blocks, strict=True):
+            block[:, :count] = others[:, :count]
+        if other.k_scale is not None and other.v_scale is not None:
+            self.write_scales(0, other.k_scale[:, :count], other.v_scale[:, :count])
+        self.clear(count, panels * PANEL)
+
+    def clear(self, start: int, stop: int) -> None:
+        """Make the slots from start to stop zeros; those from stop on are zeros already."""
+        if start >= stop:
+            return
+        panel, column = divmod(start, PANEL)
+        self.k[:, panel, :, column : stop - panel * PANEL] = 0
+        self.k[:, panel + 1 : -(-stop // PANEL)] = 0
+        for _, block in self.v_blocks:
+            block[:, start:stop] = 0
+        if self.k_scale is not None and self.v_scale is not None:
+            self.k_scale[:, start:stop] = 0
+            self.v_scale[:, start:stop] = 0
+
+
+def _write_panels(panels: Array, at: int, rows: Array) -> None:
+    """Rows (Hkv, n, D) into panels (Hkv, P / 64, D, 64), from column at on."""
+    heads, count, d = rows.shape
+    done = 0
+    while done < count:
+        panel, column = divmod(at + done, PANEL)
+        whole = (count - done) // PANEL
+        if column == 0 and whole:
+            taken = rows[:, done : done + whole * PANEL].reshape(heads, whole, PANEL, d)
+            panels[:, panel : panel + whole] = taken.swapaxes(-1, -2)
+            done += whole * PANEL
+        else:
+            n = min(PANEL - column, count - done)
+            panels[:, panel, :, column : column + n] = rows[:, done : done + n].swapaxes(-1, -2)
+            done += n
+
+
+class Pool:
+    """Where the pages of a cache, and of its forks, come from.
+
+    Memory is asked for in slabs, on a huge page's boundary, and goes back to the system when no
+    page of its slab is left.  The lists are changed by single operations, which are atomic, so that
+    caches on several threads may share a pool.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.offsets = layout.offsets
+        self.nbytes = self.offsets[-1]  #: of a page
+        self.clean: list[Array] = []  # rooms that nobody wrote to yet
+        self.used: list[Array] = []  # rooms that were given up
+
+    def take(self, count: int) -> list[Page]:
+        """That many pages of zeros, or MemoryError and none."""
+        pages: list[Page] = []
+        try:
+            if count * self.nbytes > 16 * _SLAB:
+                allocate(count * self.nbytes)  # given up at once: too much fails before it is tried
+            while len(pages) < count:
+                room = _pop(self.used)
+                if room is not None:
+                    room.fill(0)
+                else:
+                    room = _pop(self.clean)
+                if room is not None:
+                    pages.append(Page(room, self))
+                else:
+                    self._grow()
+        except (OSError, OverflowError, ValueError, MemoryError) as error:
+            pages.clear()
+            raise MemoryError(
+                f"no memory for {count} pages of {self.nbytes} bytes, {self.layout.size} keys each"
+            ) from error
+        return pages
+
+    def give_back(self, room: Array) -> None:
+        """Keep a room for the next page, unless there are enough of them."""
+        if len(self.used) * self.nbytes < _SPARE:
+            self.used.append(room)
+
+    def _grow(self) -> None:
+        """One more slab."""
+        fit = max(1, _SLAB // self.nbytes)
+        slab = allocate(fit * self.nbytes)
+        for n in range(fit - 1, -1, -1):
+            self.clean.append(slab[n * self.nbytes : (n + 1) * self.nbytes])
+
+
+def _pop(rooms: list[Array]) -> Array | None:
+    try:
+        return rooms.pop()
+    except IndexError:  # another thread took it
+        return None
+
+
+def allocate(nbytes: int) -> Array:
+    """Zeroed bytes from the system, in huge pages where it has them.
+
+    Private to the process, so that a forked child has its own, and so that Linux gives huge pages.
+    """
+    private = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}
+    memory = mmap.mmap(-1, nbytes + _HUGE, **private)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    room = np.frombuffer(memory, np.uint8)
+    skip = -room.ctypes.data % _HUGE
+    return room[skip : skip + nbytes]

@@ -1,0 +1,274 @@
+"""What a KVCache does, without its checks and its lock.
+
+    store       one Item for each batch item, and how many keys each has
+      item        a list of pages, page n with the keys nP to (n + 1)P of the item
+        page        see _pages.py
+
+Growing adds pages and copies nothing.  A page that two items may hold is shared, and what is shared
+is never written again.  Who may write is told by a token: a page is written by the item whose token
+it carries.  To share all pages of an item is to give it another token; where it would write to one
+of them it then writes to a copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qkv_ext._arrays import FLOAT32, Array
+from qkv_ext._pages import Layout, Page, Pool
+from qkv_ext._storage import ENTRIES, encode, widen
+
+_MOST_PAGES = 1 << 20  #: that an item may ask for at once; memory ends before that
+
+
+class Item:
+    """The pages of one batch item, None for one that was dropped."""
+
+    __slots__ = ("owner", "pages", "table")
+
+    def __init__(self, pages: list[Page | None], table: Array) -> None:
+        self.owner = object()  # the token
+        self.pages = pages
+        self.table = table  # int64 (as many or more, 4): the addresses of the pages
+
+    @classmethod
+    def empty(cls) -> Item:
+        return cls([], np.zeros((4, 4), np.int64))
+
+    def share(self) -> Item:
+        """Another item with the same pages; neither may write to them from now on."""
+        self.owner = object()
+        return Item(self.pages.copy(), self.table.copy())
+
+    def may_write(self, index: int) -> bool:
+        """Whether there is such a page, and no other item holds it."""
+        page = self.pages[index] if index < len(self.pages) else None
+        return page is not None and page.owner is self.owner
+
+    def reserve(self, count: int) -> None:
+        """Room for the addresses of that many pages."""
+        if count > len(self.table):
+            table = np.zeros((max(count, 2 * len(self.table)), 4), np.int64)
+            table[: len(self.table)] = self.table
+            self.table = table
+
+    def put(self, index: int, page: Page) -> None:
+        """A page of its own, in the place of one or behind the last; room is reserved."""
+        page.owner = self.owner
+        self.table[index] = page.addresses()
+        self.pages[index : index + 1] = [page]
+
+    def read(self, layout: Layout, start: int, stop: int, what: str) -> tuple[Array, Array | None]:
+        """Stored entries of "k" or "v" as rows (Hkv, n, D or Dv), and the scales (Hkv, n) of int8.
+
+        Keys that were dropped are zeros.
+        """
+        heads, size = layout.kv_heads, layout.size
+        width = layout.head_dim if what == "k" else layout.v_dim
+        entries = np.zeros((heads, max(stop - start, 0), width), ENTRIES[layout.kind])
+        scales = np.zeros(entries.shape[:2], FLOAT32) if layout.kind == "int8" else None
+        for index in range(start // size, -(-stop // size)):
+            page = self.pages[index]
+            if page is None:
+                continue
+            first = index * size
+            low, high = max(start, first), min(stop, first + size)
+            here, there = slice(low - start, high - start), slice(low - first, high - first)
+            rows = page.value_rows() if what == "v" else page.key_rows()
+            entries[:, here] = rows[:, there]
+            if scales is not None:
+                of_page: Any = page.v_scale if what == "v" else page.k_scale
+                scales[:, here] = of_page[:, there]
+        return entries, scales
+
+
+class Pages(NamedTuple):
+    """The keys and values of one attention call, as a backend reads them.
+
+    Page n of item b is row first[b] + n of table.
+    """
+
+    layout: Layout
+    lengths: Array  # int64 (B,)
+    table: Array  # int64 (pages, 4): where k, v, k_scale and v_scale lie, 0 for none
+    first: Array  # int64 (B + 1,)
+    items: list[Item]  # which hold the memory that table points to
+
+    def keys(self, b: int, stop: int, start: int = 0) -> Array:
+        """float32 (Hkv, stop - start, D), a copy."""
+        return widen(*self.items[b].read(self.layout, start, stop, "k"), self.layout.kind)
+
+    def values(self, b: int, stop: int, start: int = 0) -> Array:
+        """float32 (Hkv, stop - start, Dv), a copy."""
+        return widen(*self.items[b].read(self.layout, start, stop, "v"), self.layout.kind)
+
+
+class Store:
+    """The items of a cache; every argument is checked already."""
+
+    __slots__ = ("_first", "_table", "dropped", "items", "layout", "lengths", "pool")
+
+    _first: Array
+    _table: Array | None  # those of Pages; None where pages came or went
+
+    def __init__(
+        self, pool: Pool, items: list[Item], lengths: list[int], dropped: list[int]
+    ) -> None:
+        self.pool, self.layout = pool, pool.layout
+        self.items, self.lengths, self.dropped = items, lengths, dropped
+        self._table = None
+
+    @classmethod
+    def empty(cls, layout: Layout, batch: int) -> Store:
+        return cls(Pool(layout), [Item.empty() for _ in range(batch)], [0] * batch, [0] * batch)
+
+    def pages(self) -> Pages:
+        if self._table is None:
+            parts = [item.table[: len(item.pages)] for item in self.items]
+            first = np.zeros(len(parts) + 1, np.int64)
+            np.cumsum([len(part) for part in parts], out=first[1:])
+            self._first = first
+            self._table = np.concatenate(parts) if parts else np.zeros((0, 4), np.int64)
+        lengths = np.array(self.lengths, np.int64)
+        return Pages(self.layout, lengths, self._table, self._first, self.items)
+
+    def nbytes(self) -> int:
+        held = sum(page is not None for item in self.items for page in item.pages)
+        return held * self.pool.nbytes
+
+    def append(self, k: Array, v: Array, counts: list[int]) -> None:
+        """The first of the keys (B, Hkv, n, D) and values (B, Hkv, n, Dv), so many for each item.
+
+        MemoryError leaves the store as it was.
+        """
+        k, k_scale = encode(k, self.layout.kind)
+        v, v_scale = encode(v, self.layout.kind)
+        self._make_room(counts)
+        scales: tuple[Any, Any] = (None, None)
+        for b, count in enumerate(counts):
+            if k_scale is not None and v_scale is not None:
+                scales = k_scale[b], v_scale[b]
+            self._write(b, count, k[b], v[b], *scales)
+        # only now are they there: nothing that was there before has changed
+        self.lengths = [a + b for a, b in zip(self.lengths, counts, strict=True)]
+
+    def _write(self, b: int, count: int, k: Array, v: Array, k_scale: Any, v_scale: Any) -> None:
+        """Entries k (Hkv, n, D) and v (Hkv, n, Dv) behind the keys of an item that has room."""
+        size, item, length, done = self.layout.size, self.items[b], self.lengths[b], 0
+        while done < count:
+            index, at = divmod(length + done, size)
+            part = slice(done, min(done + size - at, count))
+            page: Any = item.pages[index]
+            page.write(at, k[:, part], v[:, part])
+            if k_scale is not None:
+                page.write_scales(at, k_scale[:, part], v_scale[:, part])
+            done = part.stop
+
+    def _make_room(self, counts: list[int]) -> None:
+        """Pages for so many more keys; one that is shared is copied."""
+        size = self.layout.size
+        wanted: list[tuple[Item, int, int]] = []  # item, index, and how many keys to copy
+        for item, length, count in zip(self.items, self.lengths, counts, strict=True):
+            if not count:
+                continue
+            index, used = divmod(length, size)
+            stop = -(-(length + count) // size)
+            if stop - index > _MOST_PAGES:
+                raise MemoryError(f"no memory for {stop - index} pages of {self.pool.nbytes} bytes")
+            for n in range(index, stop):
+                if not item.may_write(n):
+                    wanted.append((item, n, used if n == index else 0))
+        if not wanted:
+            return
+        for item, n, _ in wanted:
+            item.reserve(n + 1)
+        self._table = None
+        for (item, n, used), page in zip(wanted, self.pool.take(len(wanted)), strict=True):
+            shared = item.pages[n] if used and n < len(item.pages) else None
+            if shared is not None:
+                page.copy_from(shared, used)
+            item.put(n, page)
+
+    def truncate(self, lengths: list[int]) -> None:
+        """Takes no memory, so that an append can always be taken back."""
+        size, before = self.layout.size, self.lengths
+        self._table = None
+        self.lengths = lengths
+        self.dropped = [min(a, b) for a, b in zip(self.dropped, lengths, strict=True)]
+        for item, old, new in zip(self.items, before, lengths, strict=True):
+            if old == new:
+                continue
+            index, used = divmod(new, size)
+            del item.pages[-(-new // size) :]
+            if used and item.may_write(index):
+                page = item.pages[index]
+                assert page is not None
+                page.clear(used, min(old - index * size, size))
+
+    def drop(self, before: list[int]) -> None:
+        size = self.layout.size
+        after = [max(a, b) for a, b in zip(self.dropped, before, strict=True)]
+        for item, old, new in zip(self.items, self.dropped, after, strict=True):
+            start, stop = old // size, new // size
+            if start < stop:
+                self._table = None
+                item.table[start:stop] = 0
+                item.pages[start:stop] = [None] * (stop - start)
+        self.dropped = after
+
+    def reorder(self, indices: list[int]) -> None:
+        """Items that are used once stay, the others are shared.  No page is copied."""
+        times = [0] * len(self.items)
+        for n in indices:
+            times[n] += 1
+        items = [self.items[n] if times[n] == 1 else self.items[n].share() for n in indices]
+        lengths, dropped = ([of[n] for n in indices] for of in (self.lengths, self.dropped))
+        self._table = None
+        self.items, self.lengths, self.dropped = items, lengths, dropped
+
+    def fork(self) -> Store:
+        """Shares full pages, and copies the last one of each item."""
+        size, last = self.layout.size, []  # item, page and keys of those that are not full
+        for n, (item, length) in enumerate(zip(self.items, self.lengths, strict=True)):
+            index, used = divmod(length, size)
+            page = item.pages[index] if used else None
+            if page is not None:
+                last.append((n, index, page, used))
+        copies = self.pool.take(len(last))
+        for (_, _, page, used), copy in zip(last, copies, strict=True):
+            copy.copy_from(page, used)
+        own = {n for n, index, _, _ in last if self.items[n].may_write(index)}
+        items = [item.share() for item in self.items]
+        for (n, index, page, _), copy in zip(last, copies, strict=True):
+            items[n].put(index, copy)
+            if n in own:  # nobody else holds it
+                page.owner = self.items[n].owner
+        return Store(self.pool, items, list(self.lengths), list(self.dropped))
+
+    def state(self) -> tuple[Any, ...]:
+        """The layout, lengths and dropped keys, and what is stored of the others."""
+        stored = [
+            [item.read(self.layout, start, stop, what) for what in "kv"]
+            for item, start, stop in zip(self.items, self.dropped, self.lengths, strict=True)
+        ]
+        return tuple(self.layout), self.lengths, self.dropped, stored
+
+    @classmethod
+    def restored(
+        cls, layout: tuple[Any, ...], lengths: list[int], dropped: list[int], stored: list[Any]
+    ) -> Store:
+        """A store that shares nothing, out of the state of another; the bits are the same."""
+        store = cls.empty(Layout(*layout), len(lengths))
+        counts = [stop - start for start, stop in zip(dropped, lengths, strict=True)]
+        for item, start in zip(store.items, dropped, strict=True):
+            gone = start // store.layout.size
+            item.reserve(gone)
+            item.pages = [None] * gone
+        store.lengths, store.dropped = list(dropped), list(dropped)
+        store._make_room(counts)
+        for b, ((k, k_scale), (v, v_scale)) in enumerate(stored):
+            store._write(b, counts[b], k, v, k_scale, v_scale)
+        store.lengths = list(lengths)
+        return store

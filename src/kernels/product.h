@@ -1,0 +1,244 @@
+/* product: c = a b (+ keep c), and product_stored, the same with b in storage.
+   Part of template.h. */
+
+/* One register tile.  rows, vecs and partial are constants in every caller, so that the loops over
+   them unroll and acc stays in registers; last is the number of columns of a partial last vector. */
+static ALWAYS_INLINE void product_tile(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb,
+                                       float *c, ptrdiff_t ldc, const float *keep, ptrdiff_t k,
+                                       ptrdiff_t last, const int rows, const int vecs,
+                                       const int partial) {
+    vec acc[ROWS][VECS], right[VECS];
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < vecs; j++) acc[i][j] = v_zero();
+    for (ptrdiff_t t = 0; t < k; t++) {
+        UNROLL for (int j = 0; j < vecs - partial; j++) right[j] = v_load(b + t * ldb + j * VL);
+        if (partial) right[vecs - 1] = v_load_n(b + t * ldb + (vecs - 1) * VL, last);
+        UNROLL for (int i = 0; i < rows; i++) {
+            vec left = v_set1(a[i * lda + t]);
+            UNROLL for (int j = 0; j < vecs; j++) acc[i][j] = v_fma(left, right[j], acc[i][j]);
+        }
+    }
+    UNROLL for (int i = 0; i < rows; i++) {
+        UNROLL for (int j = 0; j < vecs; j++) {
+            float *to = c + i * ldc + j * VL;
+            int short_one = partial && j == vecs - 1;
+            vec value = acc[i][j];
+            if (keep) {
+                vec old = short_one ? v_load_n(to, last) : v_load(to);
+                value = v_fma(v_set1(keep[i]), old, value);
+            }
+            if (short_one)
+                v_store_n(to, value, last);
+            else
+                v_store(to, value);
+        }
+    }
+}
+
+typedef void product_fn(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb, float *c,
+                        ptrdiff_t ldc, const float *keep, ptrdiff_t k, ptrdiff_t last);
+
+#define PRODUCT(rows, vecs)                                                                        \
+    static void product_##rows##x##vecs(const float *a, ptrdiff_t lda, const float *b,             \
+                                        ptrdiff_t ldb, float *c, ptrdiff_t ldc, const float *keep, \
+                                        ptrdiff_t k, ptrdiff_t last) {                             \
+        if (last < VL)                                                                             \
+            product_tile(a, lda, b, ldb, c, ldc, keep, k, last, rows, vecs, 1);                    \
+        else                                                                                       \
+            product_tile(a, lda, b, ldb, c, ldc, keep, k, last, rows, vecs, 0);                    \
+    }
+#define PRODUCTS(vecs)                                                                             \
+    PRODUCT(1, vecs) PRODUCT(2, vecs) PRODUCT(3, vecs) PRODUCT(4, vecs) PRODUCT(5, vecs)           \
+    PRODUCT(6, vecs)
+#define PRODUCT_NAMES(vecs)                                                                        \
+    {product_1x##vecs, product_2x##vecs, product_3x##vecs,                                         \
+     product_4x##vecs, product_5x##vecs, product_6x##vecs}
+
+PRODUCTS(1)
+PRODUCTS(2)
+#if VECS == 4
+PRODUCTS(3)
+PRODUCTS(4)
+static product_fn *const products[VECS][ROWS] = {PRODUCT_NAMES(1), PRODUCT_NAMES(2),
+                                                 PRODUCT_NAMES(3), PRODUCT_NAMES(4)};
+#else
+static product_fn *const products[VECS][ROWS] = {PRODUCT_NAMES(1), PRODUCT_NAMES(2)};
+#endif
+
+/* c += a b for rows rows by WIDE vectors, in the same order as product_tile; c starts as it is, or
+   from zero where first. */
+static ALWAYS_INLINE void thin_tile(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb,
+                                    float *c, ptrdiff_t k, int first, const int rows) {
+    vec acc[2][WIDE];
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < WIDE; j++)
+            acc[i][j] = first ? v_zero() : v_load(c + (i * WIDE + j) * VL);
+    for (ptrdiff_t t = 0; t < k; t++, b += ldb) {
+        vec left[2];
+        UNROLL for (int i = 0; i < rows; i++) left[i] = v_set1(a[i * lda + t]);
+        UNROLL for (int j = 0; j < WIDE; j++) {
+            vec right = v_load(b + j * VL);
+            if (rows > 1) IN_REGISTER(right);
+            UNROLL for (int i = 0; i < rows; i++) acc[i][j] = v_fma(left[i], right, acc[i][j]);
+        }
+    }
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < WIDE; j++) v_store(c + (i * WIDE + j) * VL, acc[i][j]);
+}
+
+/* c = sums + keep c for one row of a product. */
+static void settle(const float *sums, float *c, const float *keep, ptrdiff_t n) {
+    ptrdiff_t j = 0;
+    if (!keep) {
+        memcpy(c, sums, (size_t)n * sizeof *c);
+        return;
+    }
+    vec factor = v_set1(*keep);
+    for (; j + VL <= n; j += VL) v_store(c + j, v_fma(factor, v_load(c + j), v_load(sums + j)));
+    if (j < n)
+        v_store_n(c + j, v_fma(factor, v_load_n(c + j, n - j), v_load_n(sums + j, n - j)), n - j);
+}
+
+/* A few rows by WIDE vectors.  The rows of b come from memory one after the other, which is what
+   the hardware prefetches best; more rows of a than THIN_ROWS see them again in the first-level
+   cache, a few rows of b at a time. */
+static void product_thin(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb, float *c,
+                         ptrdiff_t ldc, const float *keep, ptrdiff_t m, ptrdiff_t k) {
+    enum { AT_A_TIME = 16 };
+    _Alignas(64) float sums[FEW][WIDE * VL];
+    for (ptrdiff_t t = 0; t < k; t += AT_A_TIME) {
+        ptrdiff_t depth = m <= THIN_ROWS ? k : MIN(AT_A_TIME, k - t), i = 0;
+        if (THIN_ROWS == 2)
+            for (; i + 2 <= m; i += 2)
+                thin_tile(a + i * lda + t, lda, b + t * ldb, ldb, sums[i], depth, t == 0, 2);
+        for (; i < m; i++)
+            thin_tile(a + i * lda + t, lda, b + t * ldb, ldb, sums[i], depth, t == 0, 1);
+        if (m <= THIN_ROWS) break;
+    }
+    if (k <= 0) memset(sums, 0, sizeof sums);
+    for (ptrdiff_t i = 0; i < m; i++) settle(sums[i], c + i * ldc, keep ? keep + i : NULL, WIDE * VL);
+}
+
+/* One long row: eight rows of b, each read from end to end, are added to sums in the first-level
+   cache. */
+static void product_long(const float *a, const float *b, ptrdiff_t ldb, float *c,
+                         const float *keep, ptrdiff_t n, ptrdiff_t k) {
+    _Alignas(64) float sums[LONG_COLUMNS];
+    ptrdiff_t t = 0;
+    memset(sums, 0, (size_t)n * sizeof *sums);
+    for (; t + 8 <= k; t += 8) {
+        const float *rows = b + t * ldb;
+        vec left[8];
+        UNROLL for (int u = 0; u < 8; u++) left[u] = v_set1(a[t + u]);
+        for (ptrdiff_t j = 0; j < n; j += VL) {
+            vec sum = v_load(sums + j);
+            UNROLL for (int u = 0; u < 8; u++) sum = v_fma(left[u], v_load(rows + u * ldb + j), sum);
+            v_store(sums + j, sum);
+        }
+    }
+    for (; t < k; t++) {
+        vec left = v_set1(a[t]);
+        for (ptrdiff_t j = 0; j < n; j += VL)
+            v_store(sums + j, v_fma(left, v_load(b + t * ldb + j), v_load(sums + j)));
+    }
+    settle(sums, c, keep, n);
+}
+
+static void product(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb, float *c,
+                    ptrdiff_t ldc, const float *keep, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k) {
+    ptrdiff_t j = 0;
+    if (m <= FEW && n > VECS * VL) {
+        for (; m == 1 && n - j >= LONG_COLUMNS / 16;) {
+            ptrdiff_t cols = MIN(LONG_COLUMNS, (n - j) / VL * VL);
+            product_long(a, b + j, ldb, c + j, keep, cols, k);
+            j += cols;
+        }
+        for (; j + WIDE * VL <= n; j += WIDE * VL)
+            product_thin(a, lda, b + j, ldb, c + j, ldc, keep, m, k);
+    }
+    for (; j < n; j += VECS * VL) {
+        ptrdiff_t cols = MIN(VECS * VL, n - j), vecs = (cols + VL - 1) / VL;
+        product_fn *const *by_rows = products[vecs - 1];
+        for (ptrdiff_t i = 0; i < m; i += ROWS)
+            by_rows[MIN(ROWS, m - i) - 1](a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc,
+                                          keep ? keep + i : NULL, k, cols - (vecs - 1) * VL);
+    }
+}
+
+/* ---- storage types ---------------------------------------------------------------------------- */
+
+/* VL numbers of a storage type from place i on; kind is a constant in every caller. */
+static ALWAYS_INLINE vec v_stored(const int kind, const void *x, ptrdiff_t i) {
+    if (kind == QKV_FLOAT16) return v_from_half((const uint16_t *)x + i);
+    if (kind == QKV_BFLOAT16) return v_from_bfloat((const uint16_t *)x + i);
+    return v_from_int8((const int8_t *)x + i);
+}
+
+/* product_tile with b in storage: the same operations on the same numbers. */
+static ALWAYS_INLINE void stored_tile(const int kind, const float *a, ptrdiff_t lda, const void *b,
+                                      ptrdiff_t ldb, float *c, ptrdiff_t ldc, const float *keep,
+                                      ptrdiff_t k, ptrdiff_t last, const int rows, const int vecs) {
+    vec acc[ROWS][VECS], right[VECS];
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < vecs; j++) acc[i][j] = v_zero();
+    for (ptrdiff_t t = 0; t < k; t++) {
+        UNROLL for (int j = 0; j < vecs; j++) right[j] = v_stored(kind, b, t * ldb + j * VL);
+        UNROLL for (int i = 0; i < rows; i++) {
+            vec left = v_set1(a[i * lda + t]);
+            UNROLL for (int j = 0; j < vecs; j++) acc[i][j] = v_fma(left, right[j], acc[i][j]);
+        }
+    }
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < vecs; j++) {
+            float *to = c + i * ldc + j * VL;
+            ptrdiff_t cols = j == vecs - 1 ? last : VL;
+            vec value = acc[i][j];
+            if (keep) value = v_fma(v_set1(keep[i]), v_load_n(to, cols), value);
+            v_store_n(to, value, cols);
+        }
+}
+
+typedef void stored_fn(const float *a, ptrdiff_t lda, const void *b, ptrdiff_t ldb, float *c,
+                       ptrdiff_t ldc, const float *keep, ptrdiff_t k, ptrdiff_t last);
+
+#define STORED(name, kind, rows, vecs)                                                             \
+    static void name##_##rows##x##vecs(const float *a, ptrdiff_t lda, const void *b,               \
+                                       ptrdiff_t ldb, float *c, ptrdiff_t ldc, const float *keep,  \
+                                       ptrdiff_t k, ptrdiff_t last) {                              \
+        stored_tile(kind, a, lda, b, ldb, c, ldc, keep, k, last, rows, vecs);                      \
+    }
+#define STORED_ROWS(name, kind, vecs)                                                              \
+    STORED(name, kind, 1, vecs) STORED(name, kind, 2, vecs) STORED(name, kind, 3, vecs)            \
+    STORED(name, kind, 4, vecs) STORED(name, kind, 5, vecs) STORED(name, kind, 6, vecs)
+#define STORED_NAMES(name, vecs)                                                                   \
+    {name##_1x##vecs, name##_2x##vecs, name##_3x##vecs,                                            \
+     name##_4x##vecs, name##_5x##vecs, name##_6x##vecs}
+#if VECS == 4
+#define STORED_KIND(name, kind) STORED_ROWS(name, kind, 1) STORED_ROWS(name, kind, 4)
+#define STORED_TABLE(name) {STORED_NAMES(name, 1), STORED_NAMES(name, 4)}
+#else
+#define STORED_KIND(name, kind) STORED_ROWS(name, kind, 1) STORED_ROWS(name, kind, 2)
+#define STORED_TABLE(name) {STORED_NAMES(name, 1), STORED_NAMES(name, 2)}
+#endif
+
+STORED_KIND(half, QKV_FLOAT16)
+STORED_KIND(bfloat, QKV_BFLOAT16)
+STORED_KIND(int8, QKV_INT8)
+/* by storage type, one vector or VECS of them, rows */
+static stored_fn *const stored[3][2][ROWS] = {STORED_TABLE(half), STORED_TABLE(bfloat),
+                                              STORED_TABLE(int8)};
+
+static void product_stored(int kind, const float *a, ptrdiff_t lda, const void *b, ptrdiff_t ldb,
+                           float *c, ptrdiff_t ldc, const float *keep, ptrdiff_t m, ptrdiff_t n,
+                           ptrdiff_t k) {
+    const ptrdiff_t size = kind == QKV_INT8 ? 1 : 2;
+    for (ptrdiff_t j = 0; j < n;) {
+        int whole = n - j >= VECS * VL;
+        ptrdiff_t cols = whole ? VECS * VL : MIN(VL, n - j);
+        for (ptrdiff_t i = 0; i < m; i += ROWS)
+            stored[kind - QKV_FLOAT16][whole][MIN(ROWS, m - i) - 1](
+                a + i * lda, lda, (const char *)b + j * size, ldb, c + i * ldc + j, ldc,
+                keep ? keep + i : NULL, k, whole ? VL : cols);
+        j += cols;
+    }
+}

@@ -1,0 +1,81 @@
+/* What is done to rows beside products and softmax.  Part of template.h. */
+
+static int scaled(const float *x, ptrdiff_t ldx, const float *factor, float *y, ptrdiff_t ldy,
+                  ptrdiff_t m, ptrdiff_t n) {
+    const ptrdiff_t whole = n / VL * VL, rest = n - whole;
+    vec check = v_zero(), value;
+    for (ptrdiff_t i = 0; i < m; i++, x += ldx, y += ldy) {
+        vec f = v_set1(factor[i]);
+        for (ptrdiff_t j = 0; j < whole; j += VL) {
+            value = v_fma(v_load(x + j), f, v_zero());
+            v_store(y + j, value);
+            check = v_fma(value, v_zero(), check); /* 0 for a finite value, NaN for any other */
+        }
+        if (rest) {
+            value = v_fma(v_load_n(x + whole, rest), f, v_zero());
+            v_store_n(y + whole, value, rest);
+            check = v_fma(value, v_zero(), check);
+        }
+    }
+    return v_sum(check) == 0.0f;
+}
+
+static void weights(const float *x, float max, float factor, float *y, ptrdiff_t n) {
+    vec top = v_set1(max), f = v_set1(factor);
+    ptrdiff_t j = 0;
+    for (; j + VL <= n; j += VL) v_store(y + j, v_mul(f, v_exp(v_sub(v_load(x + j), top))));
+    if (j < n) v_store_n(y + j, v_mul(f, v_exp(v_sub(v_load_n(x + j, n - j), top))), n - j);
+}
+
+static ALWAYS_INLINE void widen_rows(const int kind, const size_t size, const void *x,
+                                     ptrdiff_t ldx, float *y, ptrdiff_t m, ptrdiff_t n) {
+    const ptrdiff_t whole = n / VL * VL;
+    const size_t rest = (size_t)(n - whole);
+    for (ptrdiff_t i = 0; i < m; i++, y += n) {
+        const char *row = (const char *)x + i * ldx * (ptrdiff_t)size;
+        for (ptrdiff_t j = 0; j < whole; j += VL) v_store(y + j, v_stored(kind, row, j));
+        if (rest) {
+            uint16_t edge[VL] = {0};
+            memcpy(edge, row + (size_t)whole * size, rest * size);
+            v_store_n(y + whole, v_stored(kind, edge, 0), (ptrdiff_t)rest);
+        }
+    }
+}
+
+static void widen(int kind, const void *x, ptrdiff_t ldx, float *y, ptrdiff_t m, ptrdiff_t n) {
+    if (kind == QKV_FLOAT16)
+        widen_rows(QKV_FLOAT16, 2, x, ldx, y, m, n);
+    else if (kind == QKV_BFLOAT16)
+        widen_rows(QKV_BFLOAT16, 2, x, ldx, y, m, n);
+    else
+        widen_rows(QKV_INT8, 1, x, ldx, y, m, n);
+}
+
+static void times(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, const float *factor) {
+    for (ptrdiff_t i = 0; i < m; i++, s += lds)
+        for (ptrdiff_t j = 0; j < n; j += VL) v_store(s + j, v_mul(v_load(s + j), v_load(factor + j)));
+}
+
+static void narrow(int kind, const float *x, uint16_t *y, ptrdiff_t n) {
+    for (ptrdiff_t j = 0; j < n; j += VL) {
+        uint16_t edge[VL];
+        vec value = v_load_n(x + j, MIN(VL, n - j));
+        if (kind == QKV_FLOAT16)
+            v_to_half(edge, value);
+        else
+            v_to_bfloat(edge, value);
+        memcpy(y + j, edge, (size_t)MIN(VL, n - j) * sizeof *y);
+    }
+}
+
+static void tanh_of(const float *x, float *y, ptrdiff_t n) {
+    ptrdiff_t j = 0;
+    for (; j + VL <= n; j += VL) v_store(y + j, v_tanh(v_load(x + j)));
+    if (j < n) v_store_n(y + j, v_tanh(v_load_n(x + j, n - j)), n - j);
+}
+
+static void exp_of(const float *x, float *y, ptrdiff_t n) {
+    ptrdiff_t j = 0;
+    for (; j + VL <= n; j += VL) v_store(y + j, v_exp(v_load(x + j)));
+    if (j < n) v_store_n(y + j, v_exp(v_load_n(x + j, n - j)), n - j);
+}

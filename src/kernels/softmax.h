@@ -1,0 +1,121 @@
+/* The softmax of a tile, and of whole rows.  Part of template.h. */
+
+/* The largest of each lane; v_largest or v_maxima of it is the row's. */
+static ALWAYS_INLINE vec lane_maxima(const float *s, ptrdiff_t whole) {
+    vec a = v_set1(-INFINITY), b = a;
+    ptrdiff_t j = 0;
+    for (; j + 2 * VL <= whole; j += 2 * VL) {
+        a = v_max(a, v_load(s + j));
+        b = v_max(b, v_load(s + j + VL));
+    }
+    if (j < whole) a = v_max(a, v_load(s + j));
+    return v_max(a, b);
+}
+
+/* y = exp(x - max); returns the sum of each lane.  Which of the two sums a lane goes to depends on
+   its place in the tile alone, so that excluded keys at the end, which add zeros, change no bit. */
+static ALWAYS_INLINE vec exp_and_sums(const float *x, float *y, float max, ptrdiff_t whole) {
+    vec a = v_zero(), b = v_zero(), top = v_set1(max);
+    ptrdiff_t j = 0;
+    for (; j + 2 * VL <= whole; j += 2 * VL) {
+        vec even = v_exp(v_sub(v_load(x + j), top)), odd = v_exp(v_sub(v_load(x + j + VL), top));
+        v_store(y + j, even);
+        v_store(y + j + VL, odd);
+        a = v_add(a, even);
+        b = v_add(b, odd);
+    }
+    if (j < whole) {
+        vec even = v_exp(v_sub(v_load(x + j), top));
+        v_store(y + j, even);
+        a = v_add(a, even);
+    }
+    return v_add(a, b);
+}
+
+/* What a score goes through beside the plain formula: softcap, ALiBi, float mask, bool mask.  Masks
+   are not read past column n. */
+static void adjust_row(float *s, ptrdiff_t n, ptrdiff_t first, const qkv_row *row) {
+    const ptrdiff_t step = row->mask_step;
+    float lanes[VL];
+    for (int u = 0; u < VL; u++) lanes[u] = (float)u;
+    for (ptrdiff_t j = 0; j < n; j += VL) {
+        ptrdiff_t filled = MIN(VL, n - j);
+        vec x = v_load(s + j);
+        if (row->softcap != 0.0f) {
+            vec cap = v_set1(row->softcap);
+            x = v_mul(cap, v_tanh(v_div(x, cap)));
+        }
+        if (row->slope != 0.0f) {
+            vec distance = v_sub(v_set1((float)(row->position - first - j)), v_load(lanes));
+            x = v_fnma(v_set1(row->slope), v_abs(distance), x);
+        }
+        if (row->bias) {
+            const float *bias = row->bias + (first + j) * step;
+            x = v_bias(x, step ? v_load_n(bias, filled) : v_set1(*bias));
+        }
+        if (row->keep) {
+            const uint8_t *keep = row->keep + (first + j) * step;
+            uint8_t edge[VL] = {0};
+            if (!step || filled < VL) {
+                for (ptrdiff_t u = 0; u < filled; u++) edge[u] = keep[u * step];
+                keep = edge;
+            }
+            x = v_keep(x, keep);
+        }
+        v_store(s + j, x);
+    }
+}
+
+/* Up to VL rows at a time: their maxima and sums over the lanes are found in one tree each, and
+   what follows from them is computed a row per lane. */
+static void softmax_tile(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, ptrdiff_t first,
+                         const qkv_row *rows, float *max, float *sum, float *factor) {
+    const ptrdiff_t whole = ROUND_UP(n, VL);
+    for (ptrdiff_t i = 0; i < m; i += VL, s += VL * lds) {
+        const ptrdiff_t filled = MIN(VL, m - i);
+        float base[VL];
+        vec lanes[VL];
+
+        /* 1. scores: what the options add, then -inf wherever no key is allowed; their maximum */
+        for (ptrdiff_t u = 0; u < VL; u++) lanes[u] = v_zero();
+        for (ptrdiff_t u = 0; u < filled; u++) {
+            const qkv_row *row = rows + i + u;
+            float *scores = s + u * lds;
+            ptrdiff_t lo = MIN(MAX(row->lo - first, 0), n), hi = MIN(MAX(row->hi - first, lo), n);
+            if (row->softcap != 0.0f || row->slope != 0.0f || row->bias || row->keep)
+                adjust_row(scores, n, first, row);
+            for (ptrdiff_t j = 0; j < lo; j++) scores[j] = -INFINITY;
+            for (ptrdiff_t j = hi; j < whole; j++) scores[j] = -INFINITY;
+            if (row->scores) memcpy(row->scores + first, scores, (size_t)n * sizeof *scores);
+            lanes[u] = lane_maxima(scores, whole);
+        }
+
+        /* 2. the maximum so far; a row with no key yet subtracts 0, so that exp gives zeros */
+        vec before = v_load_n(max + i, filled), top = v_max(v_maxima(lanes), before);
+        vec shift = v_pick(v_set1(-INFINITY), top, top, v_zero());
+        v_store(base, shift);
+        v_store_n(max + i, top, filled);
+
+        /* 3. weights, their sum, and the correction of what came before */
+        for (ptrdiff_t u = 0; u < filled; u++)
+            lanes[u] = exp_and_sums(s + u * lds, s + u * lds, base[u], whole);
+        vec correction = v_exp(v_sub(before, shift));
+        v_store_n(factor + i, correction, filled);
+        v_store_n(sum + i, v_add(v_mul(v_load_n(sum + i, filled), correction), v_sums(lanes)),
+                  filled);
+    }
+}
+
+static void softmax(const float *x, float *y, ptrdiff_t n) {
+    const ptrdiff_t whole = n / VL * VL;
+    const size_t rest = (size_t)(n - whole) * sizeof *x;
+    float edge[VL];
+    for (int u = 0; u < VL; u++) edge[u] = -INFINITY;
+    memcpy(edge, x + whole, rest);
+    float max = v_largest(v_max(lane_maxima(x, whole), v_load(edge)));
+    float sum = v_sum(v_add(exp_and_sums(x, y, max, whole), exp_and_sums(edge, edge, max, VL)));
+    memcpy(y + whole, edge, rest);
+    vec inverse = v_set1(1.0f / sum);
+    for (ptrdiff_t j = 0; j < whole; j += VL) v_store(y + j, v_mul(v_load(y + j), inverse));
+    for (ptrdiff_t j = whole; j < n; j++) y[j] *= 1.0f / sum;
+}

@@ -1,0 +1,200 @@
+# Where keys and values lie, and how a tile of them is made ready for a product.
+# Part of attention.pyx.
+#
+#    arrays     rows of K and V, in float32 or 16 bits.  K becomes panels, 16 bits become floats.
+#    pages      of a KVCache: P keys of an item each, four addresses a page:
+#                 k        (Hkv, P / 64, D, 64)  panels
+#                 v        (Hkv, P Dv)           blocks of 64 columns one after the other: rows
+#                                                [P, 64] each, the last as wide as what is left
+#                 k_scale  (Hkv, P), v_scale     int8 only
+#               Few rows of queries are multiplied with them as they are stored; for more they
+#               become floats first, with the same bits.
+
+# A tile of K or V, as it is multiplied with.
+cdef struct Tile:
+    int kind             # of storage
+    const char *start    # of the panels of K; of the blocks of V
+    const float *scale   # [TILE] of int8, or NULL
+    Py_ssize_t first     # V: the tile's first row in its blocks,
+    Py_ssize_t width     # columns of a block: PANEL, or all there are,
+    Py_ssize_t ld        # numbers from a row to the next, 0 where that is the width of the block,
+    Py_ssize_t depth     # and rows of a block: it starts depth numbers further for each column
+
+
+cdef inline Py_ssize_t size_of(int kind) noexcept nogil:
+    return 4 if kind == QKV_FLOAT32 else 1 if kind == QKV_INT8 else 2
+
+
+cdef const float *rows_of(const Call *call, const char *base, Py_ssize_t stride,
+                          Py_ssize_t first, Py_ssize_t n, Py_ssize_t width, float *copy,
+                          Py_ssize_t *ld) noexcept nogil:
+    """n rows of an array as floats: in place, or widened into the copy; ld is their distance."""
+    if call.stored == QKV_FLOAT32:
+        ld[0] = stride // <Py_ssize_t> sizeof(float)
+        return <const float *> (base + first * stride)
+    call.ops.widen(call.stored, base + first * stride, stride // size_of(call.stored), copy, n,
+                   width)
+    ld[0] = width
+    return copy
+
+
+cdef void times_product(const Call *call, int kind, const float *a, Py_ssize_t lda, const char *b,
+                        Py_ssize_t ldb, float *c, Py_ssize_t ldc, const float *keep, Py_ssize_t m,
+                        Py_ssize_t n, Py_ssize_t k) noexcept nogil:
+    """A product with b as it is stored."""
+    if kind == QKV_FLOAT32:
+        call.ops.product(a, lda, <const float *> b, ldb, c, ldc, keep, m, n, k)
+    else:
+        call.ops.product_stored(kind, a, lda, b, ldb, c, ldc, keep, m, n, k)
+
+
+# ---- keys ---------------------------------------------------------------------------------------
+
+cdef const float *packed_tile(const Call *call, const Place *at, Desk *desk,
+                              Py_ssize_t tile) noexcept nogil:
+    """The panels of the tile's keys: packed when first used, kept while the head stays."""
+    cdef Py_ssize_t n = min(TILE, at.item.S - tile), c, ld
+    cdef bint kept = at.item.blocks > 1
+    cdef float *panels = desk.panels + (tile * call.D if kept else 0)
+    cdef const float *k
+    if kept and desk.packed[tile // TILE]:
+        return panels
+    k = rows_of(call, at.k, call.k_row, tile, n, call.D, desk.k_rows, &ld)
+    for c from 0 <= c < n by PANEL:
+        call.ops.pack(k + c * ld, ld, panels + c * call.D, min(PANEL, n - c), call.D)
+    if kept:
+        desk.packed[tile // TILE] = 1
+    return panels
+
+
+cdef void take_keys(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile,
+                    Tile *keys) noexcept nogil:
+    """The panels of a tile."""
+    cdef const int64_t *page
+    cdef Py_ssize_t first, panels = (min(TILE, at.item.S - tile) + PANEL - 1) // PANEL
+    keys.kind, keys.scale = QKV_FLOAT32, NULL
+    if call.page == 0:
+        keys.start = <const char *> packed_tile(call, at, desk, tile)
+        return
+    page = at.item.pages + 4 * (tile // call.page)
+    first = at.kv_head * call.page + tile % call.page
+    keys.start = <const char *> page[0] + first * call.D * size_of(call.stored)
+    if call.stored == QKV_INT8:
+        keys.scale = <const float *> page[2] + first
+    if call.stored == QKV_FLOAT32 or at.m <= FEW_ROWS:
+        keys.kind = call.stored
+        return
+    call.ops.widen(call.stored, keys.start, 0, desk.panels, 1, panels * PANEL * call.D)
+    keys.start = <const char *> desk.panels
+
+
+cdef void score_panel(const Call *call, const Tile *keys, Py_ssize_t c, const float *q,
+                      Py_ssize_t m, float *s, Py_ssize_t lds, Py_ssize_t columns,
+                      const float *ones) noexcept nogil:
+    """s[m, columns] = Q Kᵀ for the panel from key c of the tile on, in whole vectors."""
+    cdef Py_ssize_t d, depth, size = size_of(keys.kind)
+    columns = (columns + LANES - 1) // LANES * LANES
+    for d from 0 <= d < max(call.D, 1) by TILE:  # D may be 0: zeros
+        depth = min(TILE, call.D - d)
+        times_product(call, keys.kind, q + d, call.D,
+                      keys.start + (c * call.D + d * PANEL) * size, PANEL, s, lds,
+                      ones if d else NULL, m, columns, depth)
+    if keys.scale != NULL:
+        call.ops.times(s, lds, m, columns, keys.scale + c)
+
+
+# ---- values -------------------------------------------------------------------------------------
+
+cdef inline const char *rows_from(const Tile *values, Py_ssize_t column, Py_ssize_t j,
+                                  Py_ssize_t width) noexcept nogil:
+    """Row j of the tile in the block from that column on, which has that width."""
+    cdef Py_ssize_t ld = values.ld if values.ld else width
+    return values.start + (column * values.depth + (values.first + j) * ld) * size_of(values.kind)
+
+
+cdef void take_values(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile,
+                      Py_ssize_t n, bint clean, Tile *values) noexcept nogil:
+    """The values of a tile; clean: with the entries that are not finite read as 0."""
+    cdef const int64_t *page
+    cdef Py_ssize_t c, width, first
+    values.scale = NULL
+    if call.page == 0 and call.stored != QKV_FLOAT32 and at.item.direct and not clean and (
+            call.Dv % LANES == 0):  # few rows: as they are stored, 64 columns of a row at a time
+        values.kind, values.first, values.width, values.depth = call.stored, 0, PANEL, 1
+        values.ld = call.v_row // size_of(call.stored)
+        values.start = at.v + tile * call.v_row
+    elif call.page == 0:
+        values.kind, values.first, values.width, values.depth = QKV_FLOAT32, 0, call.Dv, 0
+        values.start = <const char *> rows_of(call, at.v, call.v_row, tile, n, call.Dv,
+                                              desk.v_rows, &values.ld)
+    else:
+        page = at.item.pages + 4 * (tile // call.page)
+        first = at.kv_head * call.page
+        values.kind, values.width, values.ld, values.depth = call.stored, PANEL, 0, call.page
+        values.first = tile % call.page
+        values.start = <const char *> page[1] + first * call.Dv * size_of(call.stored)
+        if call.stored == QKV_INT8:
+            values.scale = <const float *> page[3] + first + values.first
+        if call.stored != QKV_FLOAT32 and (at.m > FEW_ROWS or clean):
+            for c from 0 <= c < call.Dv by PANEL:
+                width = min(PANEL, call.Dv - c)
+                call.ops.widen(call.stored, rows_from(values, c, 0, width), 0,
+                               desk.v_rows + c * TILE, 1, n * width)
+            values.kind, values.first, values.depth = QKV_FLOAT32, 0, TILE
+            values.start = <const char *> desk.v_rows
+    if clean:
+        clean_tile(call, at, desk, tile, n, values)
+
+
+cdef void clean_tile(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile,
+                     Py_ssize_t n, Tile *values) noexcept nogil:
+    """A copy of the tile with its non-finite entries read as 0; marks the rows that may see one."""
+    cdef Py_ssize_t j, c, d, r, width
+    cdef const float *source
+    cdef float *target
+    cdef bint spoilt
+    for j in range(n):
+        spoilt = False
+        for c from 0 <= c < call.Dv by values.width:
+            width = min(values.width, call.Dv - c)
+            source = <const float *> rows_from(values, c, j, width)
+            target = desk.v_rows + c * TILE + j * width
+            for d in range(width):
+                spoilt = spoilt or not isfinite(source[d])
+                target[d] = source[d] if isfinite(source[d]) else 0.0
+        if values.scale != NULL:
+            spoilt = spoilt or not isfinite(values.scale[j])
+            desk.v_scale[j] = values.scale[j] if isfinite(values.scale[j]) else 0.0
+        if spoilt:
+            for r in range(at.m):
+                desk.part.spoilt[r] |= allowed(desk.rows + r, tile + j)
+    values.start, values.first, values.ld, values.depth = <const char *> desk.v_rows, 0, 0, TILE
+    if values.scale != NULL:
+        values.scale = desk.v_scale
+
+
+cdef void add_values(const Call *call, Desk *desk, const Tile *values, Py_ssize_t r, Py_ssize_t m,
+                     Py_ssize_t start, Py_ssize_t end) noexcept nogil:
+    """sums = factor sums + weights V for m rows from r on and the keys start .. end of the tile."""
+    cdef Py_ssize_t lds = TILE + LANES, c, width
+    cdef float *weights = desk.scores + r * lds + start
+    if values.scale != NULL:
+        call.ops.times(weights, lds, m, end - start, values.scale + start)
+    for c from 0 <= c < call.Dv by values.width:
+        width = min(values.width, call.Dv - c)
+        times_product(call, values.kind, weights, lds, rows_from(values, c, start, width),
+                      values.ld if values.ld else width, desk.part.sums + r * call.Dv + c, call.Dv,
+                      desk.factor + r, m, width, end - start)
+
+
+cdef void value_row(const Call *call, const Tile *values, Py_ssize_t j, float *row) noexcept nogil:
+    """One value of the tile as floats, row[Dv]."""
+    cdef Py_ssize_t c, d, width
+    for c from 0 <= c < call.Dv by values.width:
+        width = min(values.width, call.Dv - c)
+        if values.kind == QKV_FLOAT32:
+            memcpy(row + c, rows_from(values, c, j, width), width * sizeof(float))
+        else:
+            call.ops.widen(values.kind, rows_from(values, c, j, width), 0, row + c, 1, width)
+    for d in range(call.Dv if values.scale != NULL else 0):
+        row[d] *= values.scale[j]

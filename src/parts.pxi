@@ -1,0 +1,97 @@
+# Splits: the rows of a task against 1024 keys, with a maximum and sums of their own, and how they
+# are merged, from left to right.  Part of attention.pyx.
+
+cdef bint walk_split(const Call *call, const Place *at, Desk *desk, int worker,
+                     qkv_run *run) noexcept nogil:
+    """The sums of a split; False where the run was stopped.
+
+    Where one of them is not finite, once more, with V cleaned.
+    """
+    if not walk(call, at, desk, False, NULL, worker, run):
+        return False
+    if call.ops.scaled(desk.part.sums, call.Dv, desk.ones, desk.part.sums, call.Dv, at.m, call.Dv):
+        return True
+    return walk(call, at, desk, True, NULL, worker, run)
+
+
+cdef bint walk_splits(const Call *call, Place *at, Desk *desk, int worker,
+                      qkv_run *run) noexcept nogil:
+    """The sums of all splits of the item, one after the other; False where the run was stopped."""
+    cdef Py_ssize_t n, lo, hi
+    cdef Part part = desk.part
+    extent(desk.rows, at.m, &lo, &hi)
+    for n in range(at.item.passes):
+        at.first_key = n * SPLIT
+        at.end_key = min(at.item.S, at.first_key + SPLIT)
+        if n > 0 and (hi <= at.first_key or at.end_key <= lo):
+            continue  # to merge nothing changes no bit
+        if not walk_split(call, at, desk, worker, run):
+            return False
+        if n == 0:
+            copy_part(call, &part, &desk.total, at.m)
+        else:
+            merge_part(call, &part, &desk.total, at.m)
+    desk.part = desk.total
+    return True
+
+
+cdef void leave_part(const Call *call, const Place *at, const Desk *desk) noexcept nogil:
+    """The sums of a split wait for their left neighbour."""
+    cdef Part part
+    lay_part(call, call.waiting + (1 + at.part % call.slots) * call.part_size, &part)
+    copy_part(call, &desk.part, &part, at.m)
+
+
+cdef void copy_part(const Call *call, const Part *source, Part *target,
+                    Py_ssize_t m) noexcept nogil:
+    memcpy(target.sums, source.sums, m * call.Dv * sizeof(float))
+    memcpy(target.max, source.max, m * sizeof(float))
+    memcpy(target.sum, source.sum, m * sizeof(float))
+    memcpy(target.spoilt, source.spoilt, m)
+
+
+cdef void merge_part(const Call *call, const Part *right, Part *left, Py_ssize_t m) noexcept nogil:
+    """left becomes left and right together."""
+    cdef Py_ssize_t r, d
+    cdef float top, base, keep, add
+    cdef float *sums
+    cdef const float *more
+    for r in range(m):
+        top = max(left.max[r], right.max[r])
+        base = 0.0 if top == -INFINITY else top
+        keep = expf(left.max[r] - base)
+        add = expf(right.max[r] - base)
+        sums = left.sums + r * call.Dv
+        more = right.sums + r * call.Dv
+        for d in range(call.Dv):
+            sums[d] = sums[d] * keep + more[d] * add
+        left.sum[r] = left.sum[r] * keep + right.sum[r] * add
+        left.max[r] = top
+        left.spoilt[r] |= right.spoilt[r]
+
+
+cdef void retire_part(void *job, Py_ssize_t index, int worker) noexcept nogil:
+    """The next part in order joins the total of its rows; the last one finishes them."""
+    cdef const Call *call = <const Call *> job
+    cdef Place at
+    cdef Part total, part
+    cdef Desk desk
+    cdef Py_ssize_t low = 0, high = call.count, middle
+    while high - low > 1:  # items without parts share their first_part with the next: the last wins
+        middle = (low + high) // 2
+        if call.items[middle].first_part <= index:
+            low = middle
+        else:
+            high = middle
+    find_place(call, call.items[low].first_task + index - call.items[low].first_part, &at)
+    lay_part(call, call.waiting, &total)
+    lay_part(call, call.waiting + (1 + index % call.slots) * call.part_size, &part)
+    if at.split == 0:
+        copy_part(call, &part, &total, at.m)
+    else:
+        merge_part(call, &part, &total, at.m)
+    if at.split == at.item.splits - 1:
+        lay_desk(call, call.desks + worker * call.desk_size, &desk)
+        start_rows(call, &at, &desk)
+        desk.part = total
+        finish_rows(call, &at, &desk, True)
