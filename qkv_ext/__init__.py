@@ -1,8 +1,5 @@
 """Attention on the CPU for NumPy arrays: softmax(Q Kᵀ / √D) V, small, fast, exact about masks."""
 
-from importlib.metadata import PackageNotFoundError as _NotInstalled
-from importlib.metadata import version as _version
-
 from qkv_ext._backends import PerformanceWarning, backends
 from qkv_ext._config import show_config
 from qkv_ext._packed import PackedWeight
@@ -15,10 +12,7 @@ from qkv_ext.projected import ProjectedKV, cross_attention, self_attention
 from qkv_ext.rotary import apply_rotary, rotary_tables
 from qkv_ext.tracing import trace, trace_cross, trace_self
 
-try:
-    __version__ = _version("qkv_ext")
-except _NotInstalled:  # a clone that was never installed
-    __version__ = "0+unknown"
+__version__ = "0.1.0"
 
 __all__ = [
     "KVCache",

@@ -8,7 +8,6 @@ simply the slowest of them and is always there.  Nothing here is changed after i
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
 import sys
 import warnings
@@ -58,9 +57,11 @@ def _fail_or_warn(required: bool, message: str, cause: BaseException | None) -> 
 
 
 def _installed() -> bool:
+    from importlib import metadata  # as slow to import as all the rest together: only if asked
+
     try:
-        importlib.metadata.distribution("qkv_ext")
-    except importlib.metadata.PackageNotFoundError:
+        metadata.distribution("qkv_ext")
+    except metadata.PackageNotFoundError:
         return False
     return True
 

@@ -64,6 +64,22 @@ class Subclass(np.ndarray):
         raise AssertionError("the library reads plain arrays")
 
 
+class Elsewhere:
+    """Something whose memory the CPU cannot read."""
+
+    def __dlpack__(self, **options):
+        raise BufferError("the memory is on another device")
+
+    def __dlpack_device__(self):
+        return 2, 0
+
+
+@pytest.mark.parametrize("q", [Elsewhere(), [[1.0], [1.0, 2.0]]], ids=["device", "ragged"])
+def test_no_array_for_the_cpu(q, backend):
+    with pytest.raises(TypeError, match=r"^q is no array that the CPU can read: "):
+        sdpa(q, q, q, backend=backend)
+
+
 def read_only(x):
     x = x.copy()
     x.flags.writeable = False

@@ -2,6 +2,7 @@
 
 import io
 import os
+import platform
 import shutil
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from tolerance import assert_same_bits
 
 import qkv_ext
-from qkv_ext import _threads
+from qkv_ext import _backends, _config, _threads
 
 sdpa = qkv_ext.scaled_dot_product_attention
 NAMES = qkv_ext.backends()
@@ -95,6 +96,18 @@ def test_show_config():
     assert config["default"].split()[0] in NAMES
     assert config["threads"].startswith(f"at most {_threads.DEFAULT} (")
     assert "NumPy's BLAS" in config["threads"]
+
+
+def test_compiled_in_and_not_runnable(monkeypatch, tmp_path):
+    """An instruction set of this build that the CPU does not have; a CPU that has no name."""
+    monkeypatch.setattr(_backends, "COMPILED_IN", (*_backends.COMPILED_IN, "vsx"))
+    monkeypatch.setattr(_config, "Path", lambda _: tmp_path / "no such file")
+    file = io.StringIO()
+    qkv_ext.show_config(file=file)
+    assert f"{', '.join(NAMES)} (not on this CPU or operating system: vsx)" in file.getvalue()
+    assert platform.machine() in file.getvalue()
+    with pytest.raises(ValueError, match=r"vsx is compiled in, but this CPU or operating system"):
+        qkv_ext.softmax(np.ones(3, np.float32), backend="vsx")
 
 
 FLOAT64 = """
@@ -232,6 +245,20 @@ from qkv_ext import _threads
 print(_threads.DEFAULT)
 """
     assert python(code) == "1"
+
+
+def test_cpus_without_affinity(monkeypatch):
+    """Where the system has no affinity to ask for, all CPUs there are."""
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    for there, expected in ((7, 7), (None, 1)):
+        monkeypatch.setattr(os, "cpu_count", lambda there=there: there)
+        assert _threads.default_threads({}, Path("/no such folder"))[0] == expected
+
+
+@pytest.mark.parametrize("threads", [np.int64(2), np.uint8(1), 10**9])
+def test_threads_may_be_any_integer(threads, rng):
+    x = rng.standard_normal((2, 4, 40, 16), np.float32)
+    assert_same_bits(sdpa(x, x, x, threads=threads), sdpa(x, x, x))
 
 
 # ---- F6: modules that are not there, or do not load ---------------------------------------------

@@ -136,6 +136,19 @@ def test_linear_projection_out_may_overlap(pack, backend, rng):
     assert_same(x, expected, backend)
 
 
+@pytest.mark.parametrize("pack", [False, True])
+def test_linear_projection_into_rows_without_one_stride(pack, backend, rng):
+    x = rng.standard_normal((3, 5, 8), np.float32)
+    w = rng.standard_normal((8, 20), np.float32)
+    expected = linear(x, w, backend=backend)
+    whole = np.full((3, 7, 20), NAN, np.float32)
+    out = whole[:, 1:6]
+    given = qkv_ext.pack_weight(w) if pack else w
+    assert linear(x, given, out=out, backend=backend) is out
+    assert_same(np.ascontiguousarray(out), expected, backend)
+    assert np.isnan(whole[:, [0, 6]]).all()
+
+
 def test_weight_with_no_columns_or_rows(backend):
     for d_in, d_out in ((4, 0), (0, 4), (0, 0)):
         x, w = np.ones((3, d_in), np.float32), np.ones((d_in, d_out), np.float32)

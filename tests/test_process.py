@@ -40,6 +40,21 @@ assert state() == before
     assert python(code) == ""
 
 
+@pytest.mark.skipif(qkv_ext.backends() == ("numpy",), reason="asks why nothing is compiled")
+def test_import_brings_in_nothing_else(python):
+    """Beyond NumPy's, an import costs what this package's own files cost."""
+    code = """
+import __future__, collections.abc, importlib, itertools, math, os, pathlib, platform, sys, typing
+import warnings
+import numpy.typing
+before = set(sys.modules)
+import qkv_ext
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+print({name for name in new if "cython" not in name})
+"""
+    assert python(code) == "{'qkv_ext'}"
+
+
 def test_import_leaves_subnormals_alone(backend, python):
     """D7 (OpenNMT/CTranslate2#1018): in the thread that imports, a new one, and after a call."""
     code = f"""
@@ -314,6 +329,7 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
 INTERRUPT = """
 import os, signal, threading
 import numpy as np, qkv_ext
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
 x = np.ones((1, 16, 16384, 64), "f4")
 out = np.full(x.shape, np.nan, "f4")
 timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))

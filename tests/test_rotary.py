@@ -80,8 +80,10 @@ def test_far_positions_keep_their_accuracy():
         ((4, 8), {"scale": np.nan}, ValueError, "scale is nan"),
         ((4, 8), {"scale": None}, TypeError, "scale is None; expected a positive number"),
         ((4, 8), {"base": True}, TypeError, "base is True"),
+        ((4, 8), {"base": 1e-300, "scale": 1e-300}, ValueError,
+         "base is 1e-300 and scale 1e-300; expected angles below infinity"),
     ],
-)
+)  # fmt: skip
 def test_tables_reject(arguments, options, error, message):
     with pytest.raises(error, match=message):
         rotary_tables(*arguments, **options)

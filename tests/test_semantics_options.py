@@ -291,6 +291,19 @@ def test_softcap_of_any_number_type(kind, backend, rng):
     assert_same_bits(sdpa(q, k, v, softcap=kind(2), backend=backend), expected)
 
 
+def test_switches_of_numpy(backend):
+    assert means([1, 3], 2, backend, causal=np.True_) == [1, 2]
+    assert means([1, 3], 2, backend, causal=np.False_) == [2, 2]
+
+
+def test_lengths_of_no_item(backend):
+    """An empty list has no dtype of its own: no item needs no length."""
+    x = np.zeros((0, 2, 3, 4), np.float32)
+    for lengths in ([], np.zeros(0, np.int64)):
+        output = sdpa(x, x, x, kv_lengths=lengths, q_lengths=lengths, backend=backend)
+        assert output.shape == x.shape
+
+
 # ---- instruction sets ---------------------------------------------------------------------------
 
 

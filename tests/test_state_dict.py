@@ -152,6 +152,13 @@ class Tensor:
         return np.asarray(self.x, dtype)
 
 
+class Elsewhere:
+    """What a tensor of another device does."""
+
+    def __array__(self, dtype=None, copy=None):
+        raise TypeError("can't convert: copy the tensor to the memory of the host first")
+
+
 def test_anything_that_asarray_takes(rng):
     names = draw(rng, q_proj__weight=(8, 8), k_proj__weight=(8, 8), v_proj__weight=(8, 8),
                  o_proj__weight=(8, 8))  # fmt: skip
@@ -209,6 +216,8 @@ def without(names, name):
          [r"a.q_proj.bias has shape \(8, 1\); expected \(out,\)"]),
         (LLAMA | {"a.q_proj.bias": np.zeros(7, np.float32)}, "a", ValueError,
          [r"b_q has shape \(7,\)"]),
+        (LLAMA | {"a.q_proj.weight": Elsewhere()}, "a", TypeError,
+         ["a.q_proj.weight is no array for NumPy: can't convert"]),
         (list(LLAMA), "a", TypeError, ["mapping is a list"]),
         (LLAMA, None, TypeError, ["prefix is None; expected a str"]),
     ],

@@ -1,0 +1,9 @@
+from qkv_ext._arrays import Array
+from qkv_ext._check import Problem
+
+NO_LIMIT: int
+
+def attention(problem: Problem, isa: int) -> None: ...
+def plain(
+    q: object, k: object, v: object, causal: bool, threads: int, isa: int
+) -> Array | None: ...
