@@ -213,7 +213,7 @@ struct qkv_order {
     void *job;
     ptrdiff_t slots;
     atomic_ptrdiff_t retired; /* the index whose turn it is */
-    atomic_flag busy;         /* a thread is retiring */
+    atomic_int busy;          /* a thread is retiring */
     atomic_char filled[];
 };
 
@@ -224,7 +224,7 @@ qkv_order *qkv_order_new(ptrdiff_t slots, qkv_retire *retire, void *job) {
     order->job = job;
     order->slots = slots;
     atomic_init(&order->retired, 0);
-    atomic_flag_clear(&order->busy);
+    atomic_init(&order->busy, 0);
     for (ptrdiff_t i = 0; i < slots; i++) atomic_init(&order->filled[i], 0);
     return order;
 }
@@ -235,17 +235,20 @@ static int whose_turn_is_filled(qkv_order *order) {
     return atomic_load(&order->filled[atomic_load(&order->retired) % order->slots]);
 }
 
-/* Whoever finds another thread retiring leaves: that thread looks again after it has let go. */
+/* Whoever finds another thread retiring leaves: that thread looks again after it has let go.  One
+   fills and then looks whether the other is busy, the other lets go and then looks what is filled:
+   it takes exchanges, since emulators of Arm on x86 let a load overtake a store before it, seq_cst
+   or not, and the last part would be left behind. */
 static void retire_in_turn(qkv_order *order, int worker) {
     while (whose_turn_is_filled(order)) {
-        if (atomic_flag_test_and_set(&order->busy)) return;
+        if (atomic_exchange(&order->busy, 1)) return;
         while (whose_turn_is_filled(order)) {
             ptrdiff_t index = atomic_load(&order->retired);
             order->retire(order->job, index, worker);
             atomic_store(&order->filled[index % order->slots], 0);
             atomic_store(&order->retired, index + 1);
         }
-        atomic_flag_clear(&order->busy);
+        atomic_exchange(&order->busy, 0);
     }
 }
 
@@ -262,7 +265,7 @@ int qkv_order_wait(qkv_order *order, ptrdiff_t index, int worker, qkv_run *run) 
 }
 
 void qkv_order_done(qkv_order *order, ptrdiff_t index, int worker) {
-    atomic_store(&order->filled[index % order->slots], 1);
+    atomic_exchange(&order->filled[index % order->slots], 1);
     retire_in_turn(order, worker);
 }
 
