@@ -11,7 +11,7 @@ import pytest
 from tolerance import assert_same_bits
 
 import qkv_ext
-from qkv_ext import _threads
+from qkv_ext import _backends, _threads
 
 sdpa = qkv_ext.scaled_dot_product_attention
 NAMES = qkv_ext.backends()
@@ -95,6 +95,18 @@ def test_show_config():
     assert config["default"].split()[0] in NAMES
     assert config["threads"].startswith(f"at most {_threads.DEFAULT} (")
     assert "NumPy's BLAS" in config["threads"]
+
+
+@pytest.mark.parametrize(
+    ("compiled_in", "said"), [(("scalar", "avx2"), True), (("scalar", "avx2", "avx512"), False),
+                              (("scalar", "neon"), False)]
+)  # fmt: skip
+def test_show_config_says_what_a_build_leaves_out(compiled_in, said, monkeypatch):
+    """MSVC builds hold no AVX-512: that it is missing is the compiler's doing, not the CPU's."""
+    monkeypatch.setattr(_backends, "COMPILED_IN", compiled_in)
+    file = io.StringIO()
+    qkv_ext.show_config(file=file)
+    assert ("without avx512: MSVC" in file.getvalue()) is said
 
 
 FLOAT64 = """
@@ -228,7 +240,7 @@ def test_affinity(python):
     code = """
 import os
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
-from qkv_ext import _threads
+from qkv_ext import _backends, _threads
 print(_threads.DEFAULT)
 """
     assert python(code) == "1"
