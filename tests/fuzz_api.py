@@ -74,7 +74,9 @@ def arrays_in(x):
         return [x]
     if isinstance(x, dict):
         x = tuple(x.values())
-    return [array for each in x for array in arrays_in(each)] if isinstance(x, (tuple, list)) else []
+    return (
+        [array for each in x for array in arrays_in(each)] if isinstance(x, (tuple, list)) else []
+    )
 
 
 def as_numbers(x):

@@ -60,7 +60,9 @@ def spoil(draw, call):
         junk = grown(draw, place[name])
     if names:
         place[name] = junk
-    call.huge = any(getattr(x, "size", 0) > 2**40 for x in (*call.arguments, *call.options.values()))
+    call.huge = any(
+        getattr(x, "size", 0) > 2**40 for x in (*call.arguments, *call.options.values())
+    )
     call.tame = False
     return True
 
