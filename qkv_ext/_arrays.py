@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 Array: TypeAlias = NDArray[Any]
 
+MOST = 30  #: axes of an operand; NumPy broadcasts no more than 32, and heads are one more
+
 FLOAT32 = np.dtype(np.float32)
 FLOAT64 = np.dtype(np.float64)
 FLOAT16 = np.dtype(np.float16)
@@ -35,7 +37,7 @@ def _array(x: Any, name: str) -> Array:
 
 def operand(x: Any, name: str, least: int) -> Array:
     """A native float array of at least that rank whose rows the kernels can read in place."""
-    if type(x) is np.ndarray and x.dtype is FLOAT32 and x.flags.carray and x.ndim >= least:
+    if type(x) is np.ndarray and x.dtype is FLOAT32 and x.flags.carray and least <= x.ndim <= MOST:
         return x  # the plain case, quickly
     array = _array(x, name)
     dtype = _KNOWN.get(array.dtype.newbyteorder("="))
@@ -46,6 +48,8 @@ def operand(x: Any, name: str, least: int) -> Array:
     if array.ndim < least:
         axes = "1 axis" if least == 1 else f"{least} axes"
         raise ValueError(f"{name} has shape {array.shape}; expected at least {axes}")
+    if array.ndim > MOST:
+        raise ValueError(f"{name} has {array.ndim} axes; expected at most {MOST}")
     if not array.dtype.isnative:
         array = converted(array, dtype)
     elif array.dtype is not dtype:  # another object for the same dtype

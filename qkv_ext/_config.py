@@ -22,6 +22,14 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def _left_out() -> dict[str, str]:
+    """Instruction sets of this kind of CPU that the build does not hold, and why."""
+    if "avx2" in _backends.COMPILED_IN and "avx512" not in _backends.COMPILED_IN:
+        # isa.def excludes it where _MSC_VER is defined, clang-cl too
+        return {"avx512": "MSVC is not trusted with 512-bit code"}
+    return {}
+
+
 def config() -> dict[str, Any]:
     """What show_config() prints, as a dictionary that JSON can hold."""
     import qkv_ext
@@ -44,6 +52,7 @@ def config() -> dict[str, Any]:
         "not_compiled_because": _backends.NOT_COMPILED,
         "compiler": _backends.COMPILER,
         "compiled_in": list(_backends.COMPILED_IN),
+        "left_out": _left_out(),
         "backends": list(_backends.backends()),
         "default": default.name,
         "default_because": why,
@@ -74,6 +83,7 @@ def show_config(file: TextIO | None = None) -> None:
     c = config()
     if c["compiled"]:
         built = f"{', '.join(c['compiled_in'])} ({c['compiler']})"
+        built += "".join(f"; without {name}: {why}" for name, why in c["left_out"].items())
     else:
         built = f"nothing: {c['not_compiled_because']}"
     missing = [name for name in c["compiled_in"] if name not in c["backends"]]

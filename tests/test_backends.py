@@ -110,6 +110,18 @@ def test_compiled_in_and_not_runnable(monkeypatch, tmp_path):
         qkv_ext.softmax(np.ones(3, np.float32), backend="vsx")
 
 
+@pytest.mark.parametrize(
+    ("compiled_in", "said"), [(("scalar", "avx2"), True), (("scalar", "avx2", "avx512"), False),
+                              (("scalar", "neon"), False)]
+)  # fmt: skip
+def test_show_config_says_what_a_build_leaves_out(compiled_in, said, monkeypatch):
+    """MSVC builds hold no AVX-512: that it is missing is the compiler's doing, not the CPU's."""
+    monkeypatch.setattr(_backends, "COMPILED_IN", compiled_in)
+    file = io.StringIO()
+    qkv_ext.show_config(file=file)
+    assert ("without avx512: MSVC" in file.getvalue()) is said
+
+
 FLOAT64 = """
 import warnings, numpy as np, qkv_ext
 x = np.ones((3, 4))
@@ -241,7 +253,7 @@ def test_affinity(python):
     code = """
 import os
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
-from qkv_ext import _threads
+from qkv_ext import _backends, _threads
 print(_threads.DEFAULT)
 """
     assert python(code) == "1"

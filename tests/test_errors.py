@@ -70,6 +70,9 @@ ATTENTION = [
      "q has shape (8,); expected at least 2 axes"),
     (lambda o: sdpa(np.float32(1), K, V, **o), ValueError,
      "q has shape (); expected at least 2 axes"),
+    # NumPy broadcasts 32 axes at most, whatever arrays have: it was its RuntimeError that came out
+    (lambda o: sdpa(Q, f32(*(1,) * 38, 7, 8), V, **o), ValueError,
+     "k has 40 axes; expected at most 30"),
     (lambda o: sdpa(f32(5, 8), K, V, **o), ValueError,
      shaped((5, 8), K.shape, V.shape) + "; expected equal ranks"),
     (lambda o: sdpa(Q, K, V[0], **o), ValueError,

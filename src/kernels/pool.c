@@ -6,6 +6,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <time.h>
+#if !defined(__EMSCRIPTEN__)
+#include "threads.h"
+#endif
 
 struct qkv_run {
     qkv_task *task;
@@ -20,6 +23,9 @@ struct qkv_run {
 };
 
 static int64_t milliseconds(void) {
+#if defined(_WIN32)
+    return (int64_t)GetTickCount64(); /* moves every 16 ms */
+#else
     struct timespec now;
 #if defined(CLOCK_MONOTONIC_COARSE)
     clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
@@ -29,6 +35,7 @@ static int64_t milliseconds(void) {
     timespec_get(&now, TIME_UTC);
 #endif
     return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+#endif
 }
 
 /* Counts the forks that led to this process: a signal handler that poll runs may fork. */
@@ -58,7 +65,9 @@ static void work(qkv_run *run, int worker) {
 }
 
 static void relax(void) { /* a hint to the CPU inside a loop that waits for another thread */
-#if defined(__x86_64__) || defined(__i386__)
+#if defined(_WIN32)
+    YieldProcessor();
+#elif defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
     __asm__ volatile("yield");
@@ -67,7 +76,7 @@ static void relax(void) { /* a hint to the CPU inside a loop that waits for anot
 
 enum { SPINS = 2000 }; /* of relax(), about 20 us, before a waiting thread lets the CPU go */
 
-#if defined(_WIN32) || defined(__EMSCRIPTEN__)
+#if defined(__EMSCRIPTEN__)
 
 static void step_aside(void) { relax(); }
 
@@ -78,20 +87,12 @@ static void share(qkv_run *run, int threads) {
 
 #else
 
-#include <pthread.h>
-#include <signal.h>
-
-enum { MOST_WORKERS = 255, STACK = 1 << 19 };
-
-static void step_aside(void) {
-    const struct timespec little = {.tv_nsec = 50000};
-    nanosleep(&little, NULL);
-}
+enum { MOST_WORKERS = 255 };
 
 /* Everything that is not atomic is read and written under lock. */
 static struct {
-    pthread_mutex_t lock;
-    pthread_cond_t wake, idle;
+    mutex lock;
+    condition wake, idle;
     atomic_uint turn;   /* counts the runs; workers spin on it before they sleep */
     atomic_int taken;   /* a caller owns the pool */
     atomic_int working; /* workers in the run that have not finished */
@@ -100,18 +101,16 @@ static struct {
     int joined;         /* how many have */
     int workers;        /* threads alive */
     int asleep;         /* threads that wait for wake */
-} pool = {.lock = PTHREAD_MUTEX_INITIALIZER,
-          .wake = PTHREAD_COND_INITIALIZER,
-          .idle = PTHREAD_COND_INITIALIZER};
+} pool = {.lock = MUTEX_START, .wake = CONDITION_START, .idle = CONDITION_START};
 
-static void *worker_main(void *unused) {
+THREAD_MAIN worker_main(void *unused) {
     unsigned seen = 0;
     (void)unused;
-    pthread_mutex_lock(&pool.lock);
+    lock(&pool.lock);
     for (;;) {
         while (!(pool.run && pool.seats > 0 && pool.turn != seen)) {
             pool.asleep++;
-            pthread_cond_wait(&pool.wake, &pool.lock);
+            sleep_on(&pool.wake, &pool.lock);
             pool.asleep--;
         }
         qkv_run *run = pool.run;
@@ -119,18 +118,24 @@ static void *worker_main(void *unused) {
         seen = pool.turn;
         pool.seats--;
         pool.working++;
-        pthread_mutex_unlock(&pool.lock);
+        unlock(&pool.lock);
 
         work(run, worker);
 
-        pthread_mutex_lock(&pool.lock);
-        if (--pool.working == 0 && !pool.run) pthread_cond_signal(&pool.idle);
-        pthread_mutex_unlock(&pool.lock);
+        lock(&pool.lock);
+        if (--pool.working == 0 && !pool.run) wake_one(&pool.idle);
+        unlock(&pool.lock);
         for (int i = 0; i < SPINS && atomic_load(&pool.turn) == seen; i++) relax();
-        pthread_mutex_lock(&pool.lock);
+        lock(&pool.lock);
     }
-    return NULL;
+    return 0;
 }
+
+#if defined(_WIN32)
+
+static void watch_forks(void) {} /* there are none */
+
+#else
 
 /* A forked child has this thread alone, and whoever held the lock is not there to release it. */
 static void forget_threads(void) {
@@ -144,25 +149,19 @@ static void forget_threads(void) {
     atomic_store(&pool.taken, 0);
 }
 
-static pthread_once_t once = PTHREAD_ONCE_INIT;
-static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_threads); }
+static void register_handler(void) { pthread_atfork(NULL, NULL, forget_threads); }
+
+static void watch_forks(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, register_handler);
+}
+
+#endif
 
 /* Under lock.  Where the system refuses a thread, fewer serve. */
 static void start_workers(int wanted) {
-    pthread_attr_t attributes;
-    sigset_t all, before;
-    pthread_attr_init(&attributes);
-    pthread_attr_setstacksize(&attributes, STACK); /* musl's default is small */
-    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    sigfillset(&all); /* signals belong to the threads of the program */
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    while (pool.workers < wanted && pool.workers < MOST_WORKERS) {
-        pthread_t thread;
-        if (pthread_create(&thread, &attributes, worker_main, NULL)) break;
+    while (pool.workers < wanted && pool.workers < MOST_WORKERS && start_thread(worker_main))
         pool.workers++;
-    }
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    pthread_attr_destroy(&attributes);
 }
 
 static void share(qkv_run *run, int threads) {
@@ -172,26 +171,26 @@ static void share(qkv_run *run, int threads) {
         return;
     }
     run->shared = 1;
-    pthread_once(&once, watch_forks);
-    pthread_mutex_lock(&pool.lock);
+    watch_forks();
+    lock(&pool.lock);
     start_workers(threads - 1);
     pool.run = run;
     pool.seats = threads - 1;
     pool.joined = 0;
     atomic_fetch_add(&pool.turn, 1);
-    for (int i = 0; i < threads - 1 && i < pool.asleep; i++) pthread_cond_signal(&pool.wake);
-    pthread_mutex_unlock(&pool.lock);
+    for (int i = 0; i < threads - 1 && i < pool.asleep; i++) wake_one(&pool.wake);
+    unlock(&pool.lock);
 
     work(run, 0);
     if (run->forks != forks) return; /* the parent's pool; this process has a new one */
 
-    pthread_mutex_lock(&pool.lock);
+    lock(&pool.lock);
     pool.run = NULL; /* whoever wakes up from here on is late, and not waited for */
-    pthread_mutex_unlock(&pool.lock);
+    unlock(&pool.lock);
     for (int i = 0; i < SPINS && atomic_load(&pool.working) > 0; i++) relax();
-    pthread_mutex_lock(&pool.lock);
-    while (pool.working > 0) pthread_cond_wait(&pool.idle, &pool.lock);
-    pthread_mutex_unlock(&pool.lock);
+    lock(&pool.lock);
+    while (pool.working > 0) sleep_on(&pool.idle, &pool.lock);
+    unlock(&pool.lock);
     atomic_store(&pool.taken, 0);
 }
 
@@ -214,7 +213,7 @@ struct qkv_order {
     void *job;
     ptrdiff_t slots;
     atomic_ptrdiff_t retired; /* the index whose turn it is */
-    atomic_flag busy;         /* a thread is retiring */
+    atomic_int busy;          /* a thread is retiring */
     atomic_char filled[];
 };
 
@@ -225,7 +224,7 @@ qkv_order *qkv_order_new(ptrdiff_t slots, qkv_retire *retire, void *job) {
     order->job = job;
     order->slots = slots;
     atomic_init(&order->retired, 0);
-    atomic_flag_clear(&order->busy);
+    atomic_init(&order->busy, 0);
     for (ptrdiff_t i = 0; i < slots; i++) atomic_init(&order->filled[i], 0);
     return order;
 }
@@ -236,17 +235,20 @@ static int whose_turn_is_filled(qkv_order *order) {
     return atomic_load(&order->filled[atomic_load(&order->retired) % order->slots]);
 }
 
-/* Whoever finds another thread retiring leaves: that thread looks again after it has let go. */
+/* Whoever finds another thread retiring leaves: that thread looks again after it has let go.  One
+   fills and then looks whether the other is busy, the other lets go and then looks what is filled:
+   it takes exchanges, since emulators of Arm on x86 let a load overtake a store before it, seq_cst
+   or not, and the last part would be left behind. */
 static void retire_in_turn(qkv_order *order, int worker) {
     while (whose_turn_is_filled(order)) {
-        if (atomic_flag_test_and_set(&order->busy)) return;
+        if (atomic_exchange(&order->busy, 1)) return;
         while (whose_turn_is_filled(order)) {
             ptrdiff_t index = atomic_load(&order->retired);
             order->retire(order->job, index, worker);
             atomic_store(&order->filled[index % order->slots], 0);
             atomic_store(&order->retired, index + 1);
         }
-        atomic_flag_clear(&order->busy);
+        atomic_exchange(&order->busy, 0);
     }
 }
 
@@ -263,7 +265,7 @@ int qkv_order_wait(qkv_order *order, ptrdiff_t index, int worker, qkv_run *run) 
 }
 
 void qkv_order_done(qkv_order *order, ptrdiff_t index, int worker) {
-    atomic_store(&order->filled[index % order->slots], 1);
+    atomic_exchange(&order->filled[index % order->slots], 1);
     retire_in_turn(order, worker);
 }
 

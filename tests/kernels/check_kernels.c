@@ -1,0 +1,335 @@
+/* Every micro-kernel against the scalar one.  A new kernel is one function and one line in the
+   table at the end, which does not compile while a kernel of qkv_kernels is missing from it.
+
+   Copies, conversions and sums of small integers are exact, so their bits are compared.  Where two
+   tables may round differently, the tolerance is the sum of both bounds: a chain of k products and
+   sums of x y is off by at most k + 1 units of sum |x y|; exp and tanh by what exp.h states. */
+#include "check.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+/* ---- products -------------------------------------------------------------------------------- */
+
+/* sum |a b| over k of element (i, j); b's elements lie step apart, and its columns ldb. */
+static double magnitude(const float *a, const float *b, ptrdiff_t step, ptrdiff_t k) {
+    double sum = 0.0;
+    for (ptrdiff_t t = 0; t < k; t++) sum += fabs((double)a[t] * b[t * step]);
+    return sum;
+}
+
+static void check_product(isa *ops, isa *scalar) {
+    ptrdiff_t m = size_between(1, 20), n = size_between(1, 140), k = size_between(0, 280);
+    if (one_in(6)) m = 1, n = size_between(100, 1500), k = size_between(0, 160); /* a long row */
+    ptrdiff_t lda = k + between(0, 9), ldb = n + between(0, 20), ldc = n + between(0, 20);
+    enum kind kind = random_bits() % KINDS;
+    float *a = floats(m, k, lda), *b = floats(k, n, ldb), *keep = floats(1, m, m), *c, *expected;
+    fill(a, m, k, lda, kind == TINY ? PLAIN : kind);
+    fill(b, k, n, ldb, kind);
+    c = floats(m, n, ldc);
+    fill(c, m, n, ldc, INTEGERS);
+    fill(keep, 1, m, m, kind == PLAIN ? PLAIN : INTEGERS);
+    if (one_in(2)) keep = NULL; /* and then c may hold anything */
+    if (!keep) fill(c, m, n, ldc, SPECIAL);
+    expected = copy_of(c, m, n, ldc);
+    float *before = copy_of(c, m, n, ldc), *part = floats(m, n, ldc);
+
+    scalar->product(a, lda, b, ldb, expected, ldc, keep, m, n, k);
+    ops->product(a, lda, b, ldb, c, ldc, keep, m, n, k);
+    check_gaps(c, before, m, n, ldc);
+    for (ptrdiff_t i = 0; i < m; i++) {
+        for (ptrdiff_t j = 0; j < n; j++) {
+            double by = 0.0;
+            if (kind == PLAIN || kind == TINY) {
+                by = magnitude(a + i * lda, b + j, ldb, k);
+                if (keep) by += fabs((double)keep[i] * before[i * ldc + j]);
+                by = 2 * (double)(k + 2) * (UNIT * by + LEAST);
+            }
+            if (!close_to(c[i * ldc + j], expected[i * ldc + j], by))
+                fail("c[%td, %td] is %a, not %a: m %td n %td k %td", i, j, c[i * ldc + j],
+                     expected[i * ldc + j], m, n, k);
+        }
+    }
+
+    /* the bits of an element depend on its own row and column alone */
+    ptrdiff_t i = between(0, m - 1), j = between(0, n - 1);
+    ptrdiff_t rows = between(1, m - i), cols = between(1, n - j);
+    if (keep) memcpy(part, before, (size_t)((m - 1) * ldc + n) * sizeof *part);
+    ops->product(a + i * lda, lda, b + j, ldb, part + i * ldc + j, ldc, keep ? keep + i : NULL,
+                 rows, cols, k);
+    for (ptrdiff_t r = i; r < i + rows; r++)
+        for (ptrdiff_t s = j; s < j + cols; s++)
+            if (!same(part[r * ldc + s], c[r * ldc + s]))
+                fail("c[%td, %td] depends on its place", r, s);
+}
+
+/* Storage types by kind, QKV_INT8 too. */
+static int any_storage(void) { return (int)between(QKV_FLOAT16, QKV_INT8); }
+static size_t size_of(int kind) { return kind == QKV_INT8 ? 1 : 2; }
+
+/* Any bits in [rows, cols] ld, read in whole vectors of LANES also where the last row ends. */
+static void *any_stored(int kind, ptrdiff_t rows, ptrdiff_t cols, ptrdiff_t ld) {
+    size_t bytes = rows ? (size_t)((rows - 1) * ld + lanes_up(cols)) * size_of(kind) : 0;
+    unsigned char *x = array(bytes);
+    for (size_t i = 0; i < bytes; i++) x[i] = (unsigned char)random_bits();
+    return x;
+}
+
+/* The bits of a product with what widen makes of b. */
+static void check_product_stored(isa *ops, isa *scalar) {
+    ptrdiff_t m = size_between(1, 9), n = size_between(1, 70), k = size_between(0, 260);
+    ptrdiff_t lda = k + between(0, 9), ldb = n + between(0, 20), ldc = n + between(0, 20);
+    int kind = any_storage();
+    float *a = floats(m, k, lda), *keep = floats(1, m, m), *c = floats(m, n, ldc);
+    float *before, *expected, *wide = floats(k, n, n);
+    void *b = any_stored(kind, k, n, ldb);
+    (void)scalar;
+    fill(a, m, k, lda, PLAIN);
+    fill(c, m, n, ldc, INTEGERS);
+    fill(keep, 1, m, m, PLAIN);
+    if (one_in(2)) keep = NULL;
+    before = copy_of(c, m, n, ldc);
+    expected = copy_of(c, m, n, ldc);
+    ops->widen(kind, b, ldb, wide, k, n);
+    ops->product(a, lda, wide, n, expected, ldc, keep, m, n, k);
+    ops->product_stored(kind, a, lda, b, ldb, c, ldc, keep, m, n, k);
+    check_gaps(c, before, m, n, ldc);
+    for (ptrdiff_t i = 0; i < m; i++)
+        for (ptrdiff_t j = 0; j < n; j++)
+            if (!same(c[i * ldc + j], expected[i * ldc + j]))
+                fail("c[%td, %td] is %a, not %a: kind %d m %td n %td k %td", i, j, c[i * ldc + j],
+                     expected[i * ldc + j], kind, m, n, k);
+}
+
+static void check_dots(isa *ops, isa *scalar) {
+    ptrdiff_t m = size_between(1, 11), n = size_between(1, 70), k = size_between(0, 280);
+    ptrdiff_t lda = k + between(0, 9), ldb = k + between(0, 9), ldc = n + between(0, 20);
+    enum kind kind = random_bits() % KINDS;
+    float *a = floats(m, k, lda), *b = floats(n, k, ldb), *c = floats(m, n, ldc);
+    float *before = copy_of(c, m, n, ldc), *expected = copy_of(c, m, n, ldc);
+    fill(a, m, k, lda, kind == TINY ? PLAIN : kind);
+    fill(b, n, k, ldb, kind);
+    scalar->dots(a, lda, b, ldb, expected, ldc, m, n, k);
+    ops->dots(a, lda, b, ldb, c, ldc, m, n, k);
+    check_gaps(c, before, m, n, ldc);
+    for (ptrdiff_t i = 0; i < m; i++) {
+        for (ptrdiff_t j = 0; j < n; j++) {
+            double by = 0.0;
+            if (kind == PLAIN || kind == TINY)
+                by = 2 * (double)(k + 2) *
+                     (UNIT * magnitude(a + i * lda, b + j * ldb, 1, k) + LEAST);
+            if (!close_to(c[i * ldc + j], expected[i * ldc + j], by))
+                fail("c[%td, %td] is %a, not %a: m %td n %td k %td", i, j, c[i * ldc + j],
+                     expected[i * ldc + j], m, n, k);
+        }
+    }
+}
+
+static void check_pack(isa *ops, isa *scalar) {
+    ptrdiff_t n = size_between(1, PANEL), k = size_between(0, 280), ldb = k + between(0, 20);
+    float *b = floats(n, k, ldb), *panel = floats(k, lanes_up(n), PANEL);
+    float *before = copy_of(panel, k, lanes_up(n), PANEL);
+    (void)scalar;
+    for (ptrdiff_t i = 0; i < n; i++)
+        for (ptrdiff_t t = 0; t < k; t++) b[i * ldb + t] = any_float();
+    ops->pack(b, ldb, panel, n, k);
+    check_gaps(panel, before, k, lanes_up(n), PANEL);
+    for (ptrdiff_t t = 0; t < k; t++)
+        for (ptrdiff_t i = 0; i < lanes_up(n); i++)
+            if (bits_of(panel[t * PANEL + i]) != (i < n ? bits_of(b[i * ldb + t]) : 0))
+                fail("panel[%td, %td] is wrong: n %td k %td", t, i, n, k);
+}
+
+/* ---- rows ------------------------------------------------------------------------------------ */
+
+static void check_scaled(isa *ops, isa *scalar) {
+    ptrdiff_t m = between(1, 5), n = size_between(0, 300);
+    ptrdiff_t ldx = n + between(0, 20), ldy = n + between(0, 20);
+    float *x = floats(m, n, ldx), *y = floats(m, n, ldy), *factor = floats(1, m, m);
+    float *expected = copy_of(y, m, n, ldy), *before = copy_of(y, m, n, ldy);
+    int finite, expected_finite;
+    fill(x, m, n, ldx, random_bits() % KINDS);
+    for (ptrdiff_t i = 0; i < m; i++) {
+        factor[i] = one_in(3 * (int)m) ? any_float() : uniform(-2.0f, 2.0f);
+        for (ptrdiff_t j = 0; j < n; j++)
+            if (one_in(400)) x[i * ldx + j] = any_float();
+    }
+    expected_finite = scalar->scaled(x, ldx, factor, expected, ldy, m, n);
+    finite = ops->scaled(x, ldx, factor, y, ldy, m, n);
+    check_gaps(y, before, m, n, ldy);
+    if (!finite != !expected_finite) fail("says that it is %sfinite", finite ? "" : "not ");
+    for (ptrdiff_t i = 0; i < m; i++)
+        for (ptrdiff_t j = 0; j < n; j++) {
+            float given = x[i * ldx + j], got = y[i * ldy + j], want = expected[i * ldy + j];
+            if (!same(got, want) && (given == 0.0f || got != want)) /* -0 by underflow */
+                fail("y[%td, %td] is %a, not %a", i, j, got, want);
+        }
+    ops->scaled(x, ldx, factor, x, ldx, m, n); /* in place */
+    for (ptrdiff_t i = 0; i < m; i++)
+        for (ptrdiff_t j = 0; j < n; j++)
+            if (!same(x[i * ldx + j], y[i * ldy + j])) fail("in place it is another");
+}
+
+static void check_times(isa *ops, isa *scalar) {
+    ptrdiff_t m = between(1, 5), n = size_between(1, 256), whole = lanes_up(n);
+    ptrdiff_t lds = whole + between(0, 20);
+    float *s = floats(m, whole, lds), *factor = floats(1, whole, whole), *before, *expected;
+    fill(s, m, whole, lds, random_bits() % KINDS);
+    fill(factor, 1, whole, whole, random_bits() % KINDS);
+    before = copy_of(s, m, whole, lds);
+    expected = copy_of(s, m, whole, lds);
+    scalar->times(expected, lds, m, n, factor);
+    ops->times(s, lds, m, n, factor);
+    check_gaps(s, before, m, whole, lds);
+    for (ptrdiff_t i = 0; i < m; i++)
+        for (ptrdiff_t j = 0; j < n; j++)
+            if (!same(s[i * lds + j], expected[i * lds + j])) fail("s[%td, %td] is wrong", i, j);
+}
+
+static void check_weights(isa *ops, isa *scalar) {
+    ptrdiff_t n = size_between(0, 300);
+    float *x = floats(1, n, n), *y, *expected = floats(1, n, n);
+    float max = uniform(-5.0f, 90.0f), factor = uniform(0.0f, 2.0f);
+    fill(x, 1, n, n, one_in(2) ? PLAIN : SPECIAL);
+    for (ptrdiff_t j = 0; j < n; j++) /* not beyond the maximum, as in the softmax */
+        if (x[j] > max) x[j] = one_in(2) ? max : -INFINITY;
+    y = copy_of(x, 1, n, n);
+    scalar->weights(x, max, factor, expected, n);
+    ops->weights(y, max, factor, y, n);
+    for (ptrdiff_t j = 0; j < n; j++)
+        if (!close_to(y[j], expected[j], (ULPS_EXP + 2) * EPS * expected[j] + 4 * LEAST))
+            fail("y[%td] is %a, not %a", j, y[j], expected[j]);
+}
+
+static void check_softmax(isa *ops, isa *scalar) {
+    ptrdiff_t n = size_between(1, 600);
+    float *x = floats(1, n, n), *y = floats(1, n, n), *expected = floats(1, n, n);
+    fill(x, 1, n, n, random_bits() % KINDS);
+    if (one_in(20))
+        for (ptrdiff_t j = 0; j < n; j++) x[j] = -INFINITY; /* NaN in the plain formula */
+    scalar->softmax(x, expected, n);
+    ops->softmax(x, y, n);
+    double relative = 2 * (ULPS_EXP + 4) * EPS + 2 * UNIT * (double)n;
+    for (ptrdiff_t j = 0; j < n; j++)
+        if (!close_to(y[j], expected[j], relative * expected[j] + 2 * LEAST))
+            fail("y[%td] is %a, not %a: n %td", j, y[j], expected[j], n);
+}
+
+static void check_widen(isa *ops, isa *scalar) {
+    ptrdiff_t m = between(1, 5), n = size_between(0, 200), ldx = n + between(0, 40);
+    int kind = any_storage();
+    size_t bytes = (size_t)((m - 1) * ldx + n) * size_of(kind);
+    unsigned char *x = array(bytes);
+    float *y = floats(m, n, n), *expected = floats(m, n, n);
+    for (size_t i = 0; i < bytes; i++) x[i] = (unsigned char)random_bits();
+    scalar->widen(kind, x, ldx, expected, m, n);
+    ops->widen(kind, x, ldx, y, m, n);
+    for (ptrdiff_t j = 0; j < m * n; j++)
+        if (!same(y[j], expected[j])) fail("y[%td] is %a, not %a", j, y[j], expected[j]);
+}
+
+static int is_nan(int kind, uint16_t x) {
+    return (x & 0x7fff) > (kind == QKV_FLOAT16 ? 0x7c00 : 0x7f80);
+}
+
+static void check_narrow(isa *ops, isa *scalar) {
+    ptrdiff_t n = size_between(0, 200);
+    float *x = floats(1, n, n), pair[2];
+    uint16_t *y = array((size_t)n * sizeof *y), *expected = array((size_t)n * sizeof *y), two[2];
+    int kind = one_in(2) ? QKV_FLOAT16 : QKV_BFLOAT16;
+    for (ptrdiff_t j = 0; j < n; j++) {
+        if (one_in(2)) { /* on a number, or halfway between two, or next to that */
+            two[0] = (uint16_t)random_bits();
+            two[1] = (uint16_t)(two[0] + 1);
+            scalar->widen(kind, two, 2, pair, 1, 2);
+            x[j] = one_in(3) ? pair[0] : pair[0] * 0.5f + pair[1] * 0.5f;
+            if (one_in(3)) x[j] = nextafterf(x[j], one_in(2) ? INFINITY : -INFINITY);
+        } else {
+            x[j] = one_in(2) ? any_float() : uniform(-70000.0f, 70000.0f);
+        }
+    }
+    scalar->narrow(kind, x, expected, n);
+    ops->narrow(kind, x, y, n);
+    for (ptrdiff_t j = 0; j < n; j++)
+        if (y[j] != expected[j] && !(is_nan(kind, y[j]) && is_nan(kind, expected[j])))
+            fail("y[%td] is %#x, not %#x, of %a", j, y[j], expected[j], x[j]);
+}
+
+/* Against the C library's in double, so that exp.h's bounds hold for the scalar table too. */
+static void check_function(isa *ops, void (*function)(const float *, float *, ptrdiff_t),
+                           double (*truth)(double), float low, float high, double ulps) {
+    ptrdiff_t n = size_between(0, 200);
+    float *x = floats(1, n, n), *y = floats(1, n, n);
+    (void)ops;
+    for (ptrdiff_t j = 0; j < n; j++) x[j] = one_in(4) ? uniform(-1.0f, 1.0f) : uniform(low, high);
+    for (ptrdiff_t j = 0; j < n; j++)
+        if (one_in(50)) x[j] = one_in(3) ? NAN : one_in(2) ? -INFINITY : 0.0f;
+    function(x, y, n);
+    for (ptrdiff_t j = 0; j < n; j++) {
+        double right = truth((double)x[j]);
+        int exponent = ilogb(right);
+        double ulp = right == 0.0 || exponent < -126 ? LEAST : ldexp(1.0, exponent - 23);
+        if (isnan(x[j]) != isnan(y[j]) || (!isnan(x[j]) && fabs(y[j] - right) > ulps * ulp))
+            fail("f(%a) is %a, not %a", x[j], y[j], right);
+    }
+}
+
+static void check_exp(isa *ops, isa *scalar) {
+    check_function(ops, ops->exp, exp, -110.0f, 88.0f, ops == scalar ? 4.0 : 2.3);
+}
+
+static void check_tanh(isa *ops, isa *scalar) {
+    (void)scalar;
+    check_function(ops, ops->tanh, tanh, -12.0f, 12.0f, 3.0);
+}
+
+/* ---- the table ------------------------------------------------------------------------------- */
+
+static const struct {
+    const char *name;
+    void (*check)(isa *ops, isa *scalar);
+} checks[] = {
+    {"product", check_product},
+    {"product_stored", check_product_stored},
+    {"dots", check_dots},
+    {"pack", check_pack},
+    {"softmax_tile", check_softmax_tile},
+    {"adjust", check_adjust},
+    {"scaled", check_scaled},
+    {"weights", check_weights},
+    {"softmax", check_softmax},
+    {"widen", check_widen},
+    {"times", check_times},
+    {"narrow", check_narrow},
+    {"exp", check_exp},
+    {"tanh", check_tanh},
+};
+
+enum { COUNT = sizeof checks / sizeof *checks };
+_Static_assert(sizeof(qkv_kernels) ==
+                   offsetof(qkv_kernels, product) + COUNT * sizeof(void (*)(void)),
+               "a kernel has no check, or a check no kernel");
+
+void check_kernels(long trials) {
+    for (int t = 0; t < qkv_table_count; t++) {
+        const qkv_kernels *ops = qkv_tables[t];
+        if (!qkv_runnable(ops->name)) {
+            printf("%-8s not on this CPU\n", ops->name);
+            continue;
+        }
+        context.of = ops->name;
+        printf("%-8s %ld trials of each:", ops->name, trials);
+        for (int c = 0; c < COUNT; c++) {
+            context.what = checks[c].name;
+            printf(" %s", checks[c].name);
+            fflush(stdout);
+            for (long trial = 0; trial < trials; trial++) {
+                next_trial(trial);
+                checks[c].check(ops, qkv_tables[0]);
+            }
+            next_trial(0);
+        }
+        printf("\n");
+    }
+}
