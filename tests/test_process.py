@@ -44,8 +44,8 @@ assert state() == before
 def test_import_brings_in_nothing_else(python):
     """Beyond NumPy's, an import costs what this package's own files cost."""
     code = """
-import __future__, collections.abc, importlib, itertools, math, os, pathlib, platform, sys, typing
-import warnings
+import __future__, collections.abc, contextlib, importlib, itertools, math, mmap, os, pathlib
+import platform, sys, threading, typing, warnings
 import numpy.typing
 before = set(sys.modules)
 import qkv_ext
