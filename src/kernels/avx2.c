@@ -30,12 +30,8 @@ static inline __m256i first(ptrdiff_t n) {
     const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), lanes);
 }
-static inline vec v_load_n(const float *p, ptrdiff_t n) {
-    return _mm256_maskload_ps(p, first(n));
-}
-static inline void v_store_n(float *p, vec x, ptrdiff_t n) {
-    _mm256_maskstore_ps(p, first(n), x);
-}
+static inline vec v_load_n(const float *p, ptrdiff_t n) { return _mm256_maskload_ps(p, first(n)); }
+static inline void v_store_n(float *p, vec x, ptrdiff_t n) { _mm256_maskstore_ps(p, first(n), x); }
 static inline vec v_add(vec a, vec b) { return _mm256_add_ps(a, b); }
 static inline vec v_sub(vec a, vec b) { return _mm256_sub_ps(a, b); }
 static inline vec v_mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
@@ -105,7 +101,8 @@ static inline vec v_maxima(const vec *r) {
     for (int i = 0; i < 2; i++)
         t[i] = v_max(_mm256_shuffle_ps(t[2 * i], t[2 * i + 1], _MM_SHUFFLE(2, 0, 2, 0)),
                      _mm256_shuffle_ps(t[2 * i], t[2 * i + 1], _MM_SHUFFLE(3, 1, 3, 1)));
-    return v_max(_mm256_permute2f128_ps(t[0], t[1], 0x20), _mm256_permute2f128_ps(t[0], t[1], 0x31));
+    return v_max(_mm256_permute2f128_ps(t[0], t[1], 0x20),
+                 _mm256_permute2f128_ps(t[0], t[1], 0x31));
 }
 static inline __m256i wide(const uint16_t *p) {
     return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));

@@ -7,7 +7,9 @@
 #include <string.h>
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi2"))), apply_to = function)
+#pragma clang attribute push(                                                                      \
+        __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi2"))),               \
+        apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi2")

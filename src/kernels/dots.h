@@ -2,16 +2,21 @@
    Part of template.h. */
 
 #if VL >= 4
-/* sums[i][p] += a[i] b[p] lane by lane, for a pair of rows of b.  Eight vectors of the first one are
-   held in registers until the second one is read: each row is read from end to end, which is what
+enum { HELD = 8 };
+
+static ALWAYS_INLINE void hold(vec held[HELD], const float *b) {
+    UNROLL for (int v = 0; v < HELD; v++) held[v] = v_load(b + v * VL);
+}
+
+/* sums[i][p] += a[i] b[p] lane by lane, for a pair of rows of b.  HELD vectors of the first one are
+   kept in registers until the second one is read: each row is read from end to end, which is what
    the hardware prefetches best, and each vector of a serves both. */
 static ALWAYS_INLINE void dots_pair(const float *a, ptrdiff_t lda, const float *b0, const float *b1,
                                     vec sums[4][2], ptrdiff_t k, const int rows) {
-    enum { HELD = 8 };
     ptrdiff_t t = 0;
     vec held[HELD], x, left;
     for (; t + HELD * VL <= k; t += HELD * VL) {
-        UNROLL for (int v = 0; v < HELD; v++) held[v] = v_load(b0 + t + v * VL);
+        hold(held, b0 + t);
         UNROLL for (int v = 0; v < HELD; v++) {
             x = v_load(b1 + t + v * VL);
             UNROLL for (int i = 0; i < rows; i++) {

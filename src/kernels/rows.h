@@ -53,7 +53,8 @@ static void widen(int kind, const void *x, ptrdiff_t ldx, float *y, ptrdiff_t m,
 
 static void times(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, const float *factor) {
     for (ptrdiff_t i = 0; i < m; i++, s += lds)
-        for (ptrdiff_t j = 0; j < n; j += VL) v_store(s + j, v_mul(v_load(s + j), v_load(factor + j)));
+        for (ptrdiff_t j = 0; j < n; j += VL)
+            v_store(s + j, v_mul(v_load(s + j), v_load(factor + j)));
 }
 
 static void narrow(int kind, const float *x, uint16_t *y, ptrdiff_t n) {

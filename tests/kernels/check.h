@@ -40,22 +40,22 @@ void *array(size_t bytes);
 float *floats(ptrdiff_t rows, ptrdiff_t cols, ptrdiff_t ld); /* [rows, cols] ld */
 
 enum kind {
-    PLAIN,    /* -2 .. 2 */
+    PLAIN, /* -2 .. 2 */
     INTEGERS, /* -8 .. 8, whose sums and products are exact */
-    SPECIAL,  /* integers, with zeros of both signs, infinities and NaNs among them */
-    TINY,     /* around the smallest normal number */
+    SPECIAL, /* integers, with zeros of both signs, infinities and NaNs among them */
+    TINY, /* around the smallest normal number */
     KINDS
 };
 void fill(float *x, ptrdiff_t rows, ptrdiff_t cols, ptrdiff_t ld, enum kind kind);
 
 /* ---- comparison ------------------------------------------------------------------------------ */
 
-#define UNIT 0x1p-24   /* half the distance from 1 to the next float */
-#define EPS 0x1p-23    /* that distance */
+#define UNIT 0x1p-24 /* half the distance from 1 to the next float */
+#define EPS 0x1p-23 /* that distance */
 #define LEAST 0x1p-149 /* the smallest subnormal */
 
 uint32_t bits_of(float x);
-int same(float x, float y);                /* bits, or both a NaN */
+int same(float x, float y); /* bits, or both a NaN */
 int close_to(float x, float y, double by); /* no farther than that, or the same inf or NaN */
 
 ptrdiff_t lanes_up(ptrdiff_t n); /* the next multiple of LANES */

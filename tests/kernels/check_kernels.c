@@ -290,25 +290,25 @@ static const struct {
     const char *name;
     void (*check)(isa *ops, isa *scalar);
 } checks[] = {
-    {"product", check_product},
-    {"product_stored", check_product_stored},
-    {"dots", check_dots},
-    {"pack", check_pack},
-    {"softmax_tile", check_softmax_tile},
-    {"adjust", check_adjust},
-    {"scaled", check_scaled},
-    {"weights", check_weights},
-    {"softmax", check_softmax},
-    {"widen", check_widen},
-    {"times", check_times},
-    {"narrow", check_narrow},
-    {"exp", check_exp},
-    {"tanh", check_tanh},
+        {"product", check_product},
+        {"product_stored", check_product_stored},
+        {"dots", check_dots},
+        {"pack", check_pack},
+        {"softmax_tile", check_softmax_tile},
+        {"adjust", check_adjust},
+        {"scaled", check_scaled},
+        {"weights", check_weights},
+        {"softmax", check_softmax},
+        {"widen", check_widen},
+        {"times", check_times},
+        {"narrow", check_narrow},
+        {"exp", check_exp},
+        {"tanh", check_tanh},
 };
 
 enum { COUNT = sizeof checks / sizeof *checks };
 _Static_assert(sizeof(qkv_kernels) ==
-                   offsetof(qkv_kernels, product) + COUNT * sizeof(void (*)(void)),
+                       offsetof(qkv_kernels, product) + COUNT * sizeof(void (*)(void)),
                "a kernel has no check, or a check no kernel");
 
 void check_kernels(long trials) {

@@ -330,8 +330,8 @@ void check_pool(long trials) {
         const char *name;
         void (*check)(long trials);
     } checks[] = {
-        {"runs", check_runs},   {"nested runs", check_nested},   {"order", check_order},
-        {"stops", check_stops}, {"many callers", check_callers}, {"memory", check_memory},
+            {"runs", check_runs},   {"nested runs", check_nested},   {"order", check_order},
+            {"stops", check_stops}, {"many callers", check_callers}, {"memory", check_memory},
     };
     context.of = NULL;
     printf("%-8s %ld trials:", "pool", trials);

@@ -45,8 +45,9 @@ void fail(const char *format, ...) {
 
 static void on_fault(int number) {
     say_where();
-    fprintf(stderr, "%s\n", number == SIGILL ? "an instruction that this CPU does not have"
-                                             : "touched memory outside its arrays");
+    fprintf(stderr, "%s\n",
+            number == SIGILL ? "an instruction that this CPU does not have"
+                             : "touched memory outside its arrays");
     _Exit(1);
 }
 
@@ -100,7 +101,7 @@ static void make_arenas(void) {
         const size_t page = 1 << 16;
         DWORD before;
         unsigned char *all =
-            VirtualAlloc(NULL, ROOM + 2 * page, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
+                VirtualAlloc(NULL, ROOM + 2 * page, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
         if (!all || !VirtualProtect(all, page, PAGE_NOACCESS, &before) ||
             !VirtualProtect(all + page + ROOM, page, PAGE_NOACCESS, &before))
             fail("no memory for the arrays");
@@ -134,8 +135,9 @@ void *array(size_t bytes) {
     if (taken == ARENAS || bytes > ROOM) fail("array %d of %zu bytes is too much", taken, bytes);
     unsigned char *start = arenas[taken].start, *at = one_in(2) ? start : start + ROOM - bytes;
     memset(at, 0xff, bytes);
-    if (at > start) memset(at - FENCE > start ? at - FENCE : start, 0xa5,
-                           (size_t)(at - start < FENCE ? at - start : FENCE));
+    if (at > start)
+        memset(at - FENCE > start ? at - FENCE : start, 0xa5,
+               (size_t)(at - start < FENCE ? at - start : FENCE));
     size_t after = (size_t)(start + ROOM - at) - bytes;
     memset(at + bytes, 0xa5, after < FENCE ? after : FENCE);
     arenas[taken].used = at;
