@@ -34,8 +34,8 @@ class Cached(Attention):
 class CacheUse(Case):
     """What a float32 cache does beside attention, in microseconds.
 
-    "append" puts count keys behind those of every item and takes them back, "fork" makes another
-    cache, "reorder" lets each pair of items go on from one of the two.
+    "append" puts count keys behind those of every item, and every hundredth time takes all of them
+    back, "fork" makes another cache, "reorder" lets each pair of items go on from one of the two.
     """
 
     shape: tuple[int, int, int, int]  #: (B, Hkv, S, D)
@@ -52,7 +52,8 @@ class CacheUse(Case):
         return {"kv": np.ones((*self.shape[:2], max(self.count, 4096), self.shape[3]), np.float32)}
 
     def exact(self, arrays: Arrays) -> np.ndarray:
-        return np.full(self.shape[0], float(self.shape[2]))
+        more = self.count if self.use == "append" else 0
+        return np.full(self.shape[0], float(self.shape[2] + more))
 
     def sample(self, outputs: Outputs) -> np.ndarray:
         """The lengths of the items."""

@@ -136,8 +136,8 @@ def caches() -> tuple[Case, ...]:
             small = whole.but(name=f"{whole.name}, {stored}", stored=stored, rivals=(), quick=False)
             rows.append(small.but(beside=(Beside("float32", whole),)))
     for name, batch, keys, use, count in (
-        ("append 1 key", 1, 4096, "append", 1),
-        ("append 1 key, batch 16", 16, 1024, "append", 1),
+        ("append 1 key", 1, 4000, "append", 1),
+        ("append 1 key, batch 16", 16, 1000, "append", 1),
         ("append 4096 keys", 1, 4096, "append", 4096),
         ("fork, 100k keys", 1, 100_000, "fork", 0),
         ("reorder, batch 4, 32k keys", 4, 32768, "reorder", 0),

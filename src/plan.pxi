@@ -36,7 +36,7 @@ cdef Py_ssize_t plan(Call *call) noexcept nogil:
             call.parts += own
         call.block = max(call.block, item.block)
         call.longest = max(call.longest, item.S)
-        if item.blocks > 1:
+        if item.blocks > 1 and call.page == 0:
             call.keys = max(call.keys, (item.S + TILE - 1) // TILE * TILE)
         elif not item.direct:
             call.keys = max(call.keys, TILE)
