@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sysconfig
 import threading
 import time
 
@@ -129,3 +130,9 @@ assert count() == before
 assert np.array_equal(qkv_ext.scaled_dot_product_attention(x, x, x, threads=4), expected)
 """
     python(code, QKV_EXT_BACKEND=qkv_ext.backends()[-1])
+
+
+@pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python has a GIL")
+def test_import_leaves_the_gil_off(python):
+    """F7: a module that is not declared compatible would turn it on, with a warning."""
+    python("import sys, numpy, qkv_ext; assert not sys._is_gil_enabled()")
