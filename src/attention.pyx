@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-# cython: cdivision=True
+# cython: cdivision=True, freethreading_compatible=True
 """Batched attention: tasks, key tiles, the online softmax, and the merging of split keys.
 
     call      items (of a batch, or sequences of a packed one) x key/value heads

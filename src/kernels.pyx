@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-# cython: cdivision=True, embedsignature=True
+# cython: cdivision=True, embedsignature=True, freethreading_compatible=True
 """The kernel table and the thread pool for the other modules: the only one that links C."""
 
 from cpython.buffer cimport PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-# cython: cdivision=True
+# cython: cdivision=True, freethreading_compatible=True
 """Blocked matmul: out = a b + bias.
 
     call      stacked products x blocks of rows x groups of column panels

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-# cython: cdivision=True
+# cython: cdivision=True, freethreading_compatible=True
 """Stable softmax over contiguous rows, shared out by blocks of rows: y = exp(x - max) / sum."""
 
 from cpython.buffer cimport (

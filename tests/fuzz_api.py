@@ -150,7 +150,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=lambda text: int(text, 0), default=1)
     parser.add_argument("--only", type=int, help="the number of one call, which is shown")
     options = parser.parse_args()
     warnings.simplefilter("error")
