@@ -17,7 +17,8 @@ cdef struct Tile:
     const float *scale   # [TILE] of int8, or NULL
     Py_ssize_t first     # V: the tile's first row in its blocks,
     Py_ssize_t width     # columns of a block: PANEL, or all there are,
-    Py_ssize_t ld        # numbers from a row to the next, 0 where that is the width of the block,
+    bint blocks          # whether the rows of a block are side by side,
+    Py_ssize_t ld        # else the numbers from a row to the next; may be 0, or negative,
     Py_ssize_t depth     # and rows of a block: it starts depth numbers further for each column
 
 
@@ -108,7 +109,7 @@ cdef void score_panel(const Call *call, const Tile *keys, Py_ssize_t c, const fl
 cdef inline const char *rows_from(const Tile *values, Py_ssize_t column, Py_ssize_t j,
                                   Py_ssize_t width) noexcept nogil:
     """Row j of the tile in the block from that column on, which has that width."""
-    cdef Py_ssize_t ld = values.ld if values.ld else width
+    cdef Py_ssize_t ld = width if values.blocks else values.ld
     return values.start + (column * values.depth + (values.first + j) * ld) * size_of(values.kind)
 
 
@@ -117,7 +118,7 @@ cdef void take_values(const Call *call, const Place *at, Desk *desk, Py_ssize_t 
     """The values of a tile; clean: with the entries that are not finite read as 0."""
     cdef const int64_t *page
     cdef Py_ssize_t c, width, first
-    values.scale = NULL
+    values.scale, values.blocks = NULL, call.page > 0
     if call.page == 0 and call.stored != QKV_FLOAT32 and at.item.direct and not clean and (
             call.Dv % LANES == 0):  # few rows: as they are stored, 64 columns of a row at a time
         values.kind, values.first, values.width, values.depth = call.stored, 0, PANEL, 1
@@ -130,7 +131,7 @@ cdef void take_values(const Call *call, const Place *at, Desk *desk, Py_ssize_t 
     else:
         page = at.item.pages + 4 * (tile // call.page)
         first = at.kv_head * call.page
-        values.kind, values.width, values.ld, values.depth = call.stored, PANEL, 0, call.page
+        values.kind, values.width, values.depth = call.stored, PANEL, call.page
         values.first = tile % call.page
         values.start = <const char *> page[1] + first * call.Dv * size_of(call.stored)
         if call.stored == QKV_INT8:
@@ -168,7 +169,8 @@ cdef void clean_tile(const Call *call, const Place *at, Desk *desk, Py_ssize_t t
         if spoilt:
             for r in range(at.m):
                 desk.part.spoilt[r] |= allowed(desk.rows + r, tile + j)
-    values.start, values.first, values.ld, values.depth = <const char *> desk.v_rows, 0, 0, TILE
+    values.start, values.first, values.depth = <const char *> desk.v_rows, 0, TILE
+    values.blocks = True
     if values.scale != NULL:
         values.scale = desk.v_scale
 
@@ -183,7 +185,7 @@ cdef void add_values(const Call *call, Desk *desk, const Tile *values, Py_ssize_
     for c from 0 <= c < call.Dv by values.width:
         width = min(values.width, call.Dv - c)
         times_product(call, values.kind, weights, lds, rows_from(values, c, start, width),
-                      values.ld if values.ld else width, desk.part.sums + r * call.Dv + c, call.Dv,
+                      width if values.blocks else values.ld, desk.part.sums + r * call.Dv + c, call.Dv,
                       desk.factor + r, m, width, end - start)
 
 

@@ -36,6 +36,13 @@ packed, layer = qkv_ext.pack_weight(w[0]), qkv_ext.MultiHeadAttention(*w, num_he
 cu_q, cu_k = np.array([0, 4, 4, 30]), np.array([0, 9, 40, 300])
 flat_q, flat_k = f32(30, 4, 16), f32(300, 2, 16)
 
+
+def step(options):
+    cache = qkv_ext.KVCache(2, 2, 16, 8, dtype="int8")
+    cache.append(k, v)
+    return cache.attend(q, causal=True, **options)
+
+
 CALLS = {
     "prefill": lambda o: sdpa(q, k, v, causal=True, return_weights=True, return_lse=True, **o),
     "options": lambda o: sdpa(
@@ -45,6 +52,7 @@ CALLS = {
     "float16": lambda o: sdpa(half[:, :, :9], half, half, **o),
     "strides": lambda o: sdpa(q[..., ::-1], k[..., ::-1], v[:, :, :, ::-1], **o),
     "out over q": lambda o: (lambda a: sdpa(a, a, a, out=a, **o))(k.copy()),
+    "cache": lambda o: step(o),
     "varlen": lambda o: qkv_ext.varlen_attention(
         flat_q, flat_k, flat_k, cu_q, cu_k, causal=True, return_lse=True, **o),
     "matmul": lambda o: qkv_ext.matmul(q, k.swapaxes(2, 3)[:, [0, 0, 1, 1]], **o),

@@ -161,6 +161,36 @@ def attention(draw):
     return Call(qkv_ext.scaled_dot_product_attention, arrays, options)
 
 
+def cached(draw):
+    """Attention to a KVCache that was filled in steps, and perhaps shared, mixed and cut back."""
+    batch, hkv, group = draw.between(1, 3), draw.between(1, 3), draw.between(1, 4)
+    d, dv, length = draw.size(1), draw.size(1), 1 if draw.one_in(2) else draw.size()
+    kind = draw.choice(["float32", "float16", "bfloat16", "int8"])
+    cache = qkv_ext.KVCache(batch, hkv, d, dv, dtype=kind, _page=draw.choice([256, 512]))
+    for _ in range(draw.between(0, 3)):
+        n, dtype = draw.keys(), draw.choice([np.float32, np.float16])
+        k, v = (draw.rng.standard_normal((batch, hkv, n, x)).astype(dtype) for x in (d, dv))
+        if n and draw.one_in(8):
+            (k if draw.one_in(2) else v)[:, :, draw.between(0, n - 1)] = draw.choice(
+                [np.nan, np.inf]
+            )
+        cache.append(k, v, draw.rng.integers(0, n + 1, batch) if draw.one_in(2) else None)
+    if draw.one_in(3):
+        cache = cache.fork()
+    if draw.one_in(3):
+        cache.reorder(draw.rng.integers(0, batch, batch))
+    if draw.one_in(3):
+        cache.truncate(cache.lengths * 2 // 3)
+    s = int(cache.lengths.max())
+    q = draw.array([batch, hkv * group, length, d], draw.choice([np.float32, np.float16]))
+    options = rules(draw, batch, hkv * group, length, s) | extras(draw)
+    if "kv_lengths" in options:
+        options["kv_lengths"] = np.minimum(options["kv_lengths"], cache.lengths)
+    if draw.one_in(4):
+        options["mask"] = mask(draw, [batch, hkv * group, length, s])
+    return Call(cache.attend, [q], options)
+
+
 def varlen(draw):
     dtype, items = draw.dtype(), draw.between(0, 4)
     hkv, group, d, dv = draw.between(1, 3), draw.between(1, 3), draw.size(1), draw.size()
@@ -362,9 +392,9 @@ def beyond(draw):
 
 
 CALLS = (  #: each with how often it is drawn
-    (attention, 40), (varlen, 12), (matmul, 10), (linear, 10), (softmax, 9), (projected, 14),
-    (merge, 1), (rotary, 1), (onnx_attention, 4), (onnx_rotary, 1), (pack, 1), (trace, 1),
-    (beyond, 1),
+    (attention, 40), (cached, 12), (varlen, 12), (matmul, 10), (linear, 10), (softmax, 9),
+    (projected, 14), (merge, 1), (rotary, 1), (onnx_attention, 4), (onnx_rotary, 1), (pack, 1),
+    (trace, 1), (beyond, 1),
 )  # fmt: skip
 OFTEN = np.cumsum([often for _, often in CALLS])
 

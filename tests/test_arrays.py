@@ -197,6 +197,24 @@ def test_broadcast_inputs(backend, rng):
         assert_same(sdpa(wide, keys, values, backend=backend), expected, backend)
 
 
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", ["f4", "f2"])
+def test_rows_that_are_all_one_row(shape, dtype, backend, rng):
+    """A distance of 0 between rows, of each array; and of a distance backwards."""
+    q, k, v = (x.astype(dtype) for x in qkv(rng, shape))
+    for n in range(3):
+        arrays = [q, k, v]
+        for rows in (
+            np.broadcast_to(arrays[n][..., :1, :], arrays[n].shape),
+            arrays[n][..., ::-1, :],
+        ):
+            arrays[n] = rows
+            plain = [x.copy() for x in arrays]
+            for options in ({}, {"causal": True}):
+                expected = sdpa(*plain, **options, backend=backend)
+                assert_same(sdpa(*arrays, **options, backend=backend), expected, backend)
+
+
 @pytest.mark.parametrize("width", [1, 2, 3, 5, 7, 9, 15, 17, 31, 33, 37, 100])
 def test_tails_do_not_read_on(width, backend, rng):
     """C10 (OpenMathLib/OpenBLAS#171): NaN after the end of a row, in each of D, Dv, L and S."""
