@@ -185,8 +185,8 @@ cdef void add_values(const Call *call, Desk *desk, const Tile *values, Py_ssize_
     for c from 0 <= c < call.Dv by values.width:
         width = min(values.width, call.Dv - c)
         times_product(call, values.kind, weights, lds, rows_from(values, c, start, width),
-                      width if values.blocks else values.ld, desk.part.sums + r * call.Dv + c, call.Dv,
-                      desk.factor + r, m, width, end - start)
+                      width if values.blocks else values.ld, desk.part.sums + r * call.Dv + c,
+                      call.Dv, desk.factor + r, m, width, end - start)
 
 
 cdef void value_row(const Call *call, const Tile *values, Py_ssize_t j, float *row) noexcept nogil:
