@@ -30,7 +30,7 @@ def attend(
     """
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache is a {type(cache).__name__}; expected a KVCache")
-    with cache._lock:
+    with cache._turn():
         store = cache._store
         x, counts = _layers.cached_call(x, cache, layer, options)
         before, n = store.lengths, x.shape[-2]
@@ -44,8 +44,8 @@ def attend(
             q, k, v = q[None], k[None], v[None]
         if rotary is not None:
             q, k = _turned(q, k, before, counts, rotary, rest)
-        store.append(*_check_cache.appended(store, k, v, counts))
         try:
+            store.append(*_check_cache.appended(store, k, v, counts))
             heads = np.empty((cache.batch, n, layer.num_heads, cache.v_dim), q.dtype)
             rest |= {"return_weights": return_weights, "return_lse": return_lse}
             extras: Any = cache._attend(q, out=heads.swapaxes(1, 2), **rest)

@@ -122,7 +122,7 @@ def attention(
         and q.flags.carray
         and k.flags.carray
         and v.flags.carray
-        and q.ndim == k.ndim == v.ndim >= 2
+        and _arrays.MOST >= q.ndim == k.ndim == v.ndim >= 2
     ):  # what each of them is, unless they are all plain
         q, k, v = operand(q, "q", 2), operand(k, "k", 2), operand(v, "v", 2)
         same_dtype(q=q, k=k, v=v)

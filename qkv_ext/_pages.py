@@ -14,14 +14,15 @@ in the entries of the storage type, see _storage.py; which item has which pages,
 to them, in _store.py.
 
 Slots that no key was written to are zeros, so that panels and rows may be read beyond the last key.
-(Where an item was cut back within a page that it shares, they hold what the others still see.)
+(Where an item was cut back within a page that it shares they hold what the others still see, and
+where an append was interrupted what it wrote: no value there is used.)
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -81,7 +82,9 @@ class Page:
             self.v_scale = np.ndarray((heads, size), FLOAT32, room, v_scale)
 
     def __del__(self) -> None:
-        self.pool.give_back(self.room)
+        pool = getattr(self, "pool", None)
+        if pool is not None:  # it was made to the end
+            pool.give_back(self.room)
 
     def addresses(self) -> Array:
         """Of k, v, k_scale and v_scale, 0 for what is not there."""
@@ -199,9 +202,14 @@ class Pool:
         return pages
 
     def give_back(self, room: Array) -> None:
-        """Keep a room for the next page, unless there are enough of them."""
+        """Keep a room for the next page; if there are enough of them, let its memory go.
+
+        The slab that it lies in may have to stay for others.
+        """
         if len(self.used) * self.nbytes < _SPARE:
             self.used.append(room)
+        else:
+            release(room)
 
     def _grow(self) -> None:
         """One more slab."""
@@ -216,6 +224,23 @@ def _pop(rooms: list[Array]) -> Array | None:
         return rooms.pop()
     except IndexError:  # another thread took it
         return None
+
+
+def release(room: Array) -> None:
+    """Give the system pages that a part of what allocate gave fills; it is not to be used again."""
+    whole: Any = room
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    memory = whole.base
+    if isinstance(memory, memoryview):
+        memory = memory.obj
+    if not (isinstance(memory, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED")):
+        return
+    first = room.ctypes.data - whole.ctypes.data
+    start = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (first + room.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if start < stop:
+        memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
 def allocate(nbytes: int) -> Array:

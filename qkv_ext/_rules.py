@@ -28,7 +28,7 @@ class Rules(NamedTuple):
     slopes: Array | None = None  # float32 or float64, (items, H) or (1, H), items as in spans
     sinks: Array | None = None  # (H,)
     spans: Array | None = (
-        None  # int64 (items, 6): ITEM, Q_START, Q_LENGTH, K_START, K_LENGTH, SHIFT
+        None  # int64 (items, 7): ITEM, Q_START, Q_LENGTH, Q_ROOM, K_START, K_LENGTH, SHIFT
     )
 
 

@@ -26,12 +26,13 @@ _MOST_PAGES = 1 << 20  #: that an item may ask for at once; memory ends before t
 class Item:
     """The pages of one batch item, None for one that was dropped."""
 
-    __slots__ = ("owner", "pages", "table")
+    __slots__ = ("owner", "pages", "stale", "table")
 
     def __init__(self, pages: list[Page | None], table: Array) -> None:
         self.owner = object()  # the token
         self.pages = pages
         self.table = table  # int64 (as many or more, 4): the addresses of the pages
+        self.stale = False  # unless it is not, because a change was interrupted
 
     @classmethod
     def empty(cls) -> Item:
@@ -40,6 +41,7 @@ class Item:
     def share(self) -> Item:
         """Another item with the same pages; neither may write to them from now on."""
         self.owner = object()
+        self.addresses()
         return Item(self.pages.copy(), self.table.copy())
 
     def may_write(self, index: int) -> bool:
@@ -57,8 +59,18 @@ class Item:
     def put(self, index: int, page: Page) -> None:
         """A page of its own, in the place of one or behind the last; room is reserved."""
         page.owner = self.owner
+        self.stale = True  # the page that was there may be given up between the two
         self.table[index] = page.addresses()
         self.pages[index : index + 1] = [page]
+        self.stale = False
+
+    def addresses(self) -> Array:
+        """The table of the pages that are there."""
+        if self.stale:
+            for index, page in enumerate(self.pages):
+                self.table[index] = 0 if page is None else page.addresses()
+            self.stale = False
+        return self.table[: len(self.pages)]
 
     def read(self, layout: Layout, start: int, stop: int, what: str) -> tuple[Array, Array | None]:
         """Stored entries of "k" or "v" as rows (Hkv, n, D or Dv), and the scales (Hkv, n) of int8.
@@ -126,7 +138,7 @@ class Store:
 
     def pages(self) -> Pages:
         if self._table is None:
-            parts = [item.table[: len(item.pages)] for item in self.items]
+            parts = [item.addresses() for item in self.items]
             first = np.zeros(len(parts) + 1, np.int64)
             np.cumsum([len(part) for part in parts], out=first[1:])
             self._first = first
@@ -208,15 +220,15 @@ class Store:
                 page.clear(used, min(old - index * size, size))
 
     def drop(self, before: list[int]) -> None:
+        """Whatever interrupts it, pages go only after their keys are dropped."""
         size = self.layout.size
-        after = [max(a, b) for a, b in zip(self.dropped, before, strict=True)]
-        for item, old, new in zip(self.items, self.dropped, after, strict=True):
-            start, stop = old // size, new // size
-            if start < stop:
-                self._table = None
-                item.table[start:stop] = 0
-                item.pages[start:stop] = [None] * (stop - start)
-        self.dropped = after
+        self._table = None
+        self.dropped = [max(a, b) for a, b in zip(self.dropped, before, strict=True)]
+        for item, dropped in zip(self.items, self.dropped, strict=True):
+            stop = dropped // size
+            start = next((n for n in range(stop) if item.pages[n] is not None), stop)
+            item.pages[start:stop] = [None] * (stop - start)
+            item.table[start:stop] = 0
 
     def reorder(self, indices: list[int]) -> None:
         """Items that are used once stay, the others are shared.  No page is copied."""

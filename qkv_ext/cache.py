@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any, Literal, Unpack, overload
 
@@ -72,8 +73,8 @@ class KVCache:
     - In the compiled backends many rows of q at once have the bits of the same rows one by one,
       however the keys were appended.
     - Every method takes the lock of its cache: one cache may be used from several threads, whose
-      calls then follow each other.  Caches can be pickled; copy.copy forks, copy.deepcopy shares
-      nothing.
+      calls then follow each other.  A signal handler that uses the cache whose call it interrupts
+      gets a RuntimeError.  Caches can be pickled; copy.copy forks, copy.deepcopy shares nothing.
 
     Examples
     --------
@@ -98,10 +99,11 @@ class KVCache:
     with PagedAttention" (2023).
     """
 
-    __slots__ = ("__weakref__", "_lock", "_store")
+    __slots__ = ("__weakref__", "_lock", "_process", "_store")
 
     _store: Store
-    _lock: threading.Lock
+    _lock: Any  # a threading.RLock, for it knows its owner; nobody takes it twice
+    _process: int
 
     def __init__(
         self,
@@ -115,13 +117,21 @@ class KVCache:
     ) -> None:
         layout = _check_cache.layout(num_kv_heads, head_dim, v_dim, dtype, _page)
         self._store = Store.empty(layout, _check_cache.batch(batch))
-        self._lock = threading.Lock()
+        self._lock, self._process = threading.RLock(), os.getpid()
 
     @classmethod
     def _of(cls, store: Store) -> KVCache:
         cache = cls.__new__(cls)
-        cache._store, cache._lock = store, threading.Lock()
+        cache._store, cache._lock, cache._process = store, threading.RLock(), os.getpid()
         return cache
+
+    def _turn(self) -> Any:
+        """The lock, to be held by one call at a time."""
+        if self._process != os.getpid():  # a forked child: whoever held the lock is not here
+            self._lock, self._process = threading.RLock(), os.getpid()
+        if self._lock._is_owned():  # waiting for oneself would last for ever
+            raise RuntimeError("this KVCache is in use by the call that this code interrupted")
+        return self._lock
 
     # ---- what it is -----------------------------------------------------------------------------
 
@@ -155,7 +165,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        with self._lock:
+        with self._turn():
             return self._store.nbytes()
 
     def __repr__(self) -> str:
@@ -201,7 +211,7 @@ class KVCache:
         >>> cache.lengths
         array([5, 3])
         """
-        with self._lock:
+        with self._turn():
             self._store.append(*_check_cache.appended(self._store, k, v, lengths))
 
     @overload
@@ -316,7 +326,7 @@ class KVCache:
         >>> cache.attend(k, causal=True)[0, 0, :, 0]
         array([1., 2., 4.], dtype=float32)
         """
-        with self._lock:
+        with self._turn():
             return self._attend(
                 q, mask, causal, align, scale, window, softcap, alibi_slopes, sinks, kv_lengths,
                 q_lengths, query_offset, key_offset, layout, return_weights, return_lse, out,
@@ -358,7 +368,7 @@ class KVCache:
         >>> cache.keys(0)
         array([[[0.09997559, 0.09997559]]], dtype=float32)
         """
-        with self._lock:
+        with self._turn():
             store, b = self._store, _check_cache.item(self._store, b)
             return store.pages().keys(b, store.lengths[b], store.dropped[b])
 
@@ -386,7 +396,7 @@ class KVCache:
         >>> qkv_ext.KVCache(1, 2, 8, 4).values(0).shape
         (2, 0, 4)
         """
-        with self._lock:
+        with self._turn():
             store, b = self._store, _check_cache.item(self._store, b)
             return store.pages().values(b, store.lengths[b], store.dropped[b])
 
@@ -414,7 +424,7 @@ class KVCache:
         >>> cache.lengths
         array([3, 5])
         """
-        with self._lock:
+        with self._turn():
             self._store.truncate(_check_cache.per_item(self._store, lengths, "lengths"))
 
     def drop(self, before: ArrayLike) -> None:
@@ -445,7 +455,7 @@ class KVCache:
         >>> cache.attend(np.ones((1, 1, 1, 8), "f4"), window=(49, 0)).shape
         (1, 1, 1, 8)
         """
-        with self._lock:
+        with self._turn():
             self._store.drop(_check_cache.per_item(self._store, before, "before"))
 
     def reorder(self, indices: ArrayLike) -> None:
@@ -473,7 +483,7 @@ class KVCache:
         >>> cache.lengths
         array([3, 3, 5])
         """
-        with self._lock:
+        with self._turn():
             self._store.reorder(_check_cache.indices(self._store, indices))
 
     def fork(self) -> KVCache:
@@ -500,7 +510,7 @@ class KVCache:
         >>> cache.lengths, other.lengths
         (array([5]), array([6]))
         """
-        with self._lock:
+        with self._turn():
             return KVCache._of(self._store.fork())
 
     __copy__ = fork
@@ -511,7 +521,7 @@ class KVCache:
         return copy
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        with self._lock:
+        with self._turn():
             return _restored, self._store.state()
 
 

@@ -120,13 +120,14 @@ def _checked(
     for name, given in (("outputs", outputs), ("lses", lses)):
         if not isinstance(given, Iterable):
             raise TypeError(f"{name} is a {type(given).__name__}; expected a sequence of arrays")
-    parts = [_arrays.operand(x, f"outputs[{n}]", 2) for n, x in enumerate(outputs)]
-    logs = [_arrays.operand(x, f"lses[{n}]", 1) for n, x in enumerate(lses)]
-    if not parts or len(parts) != len(logs):
+    outputs, lses = (x if hasattr(x, "__len__") else list(x) for x in (outputs, lses))
+    if not len(outputs) or len(outputs) != len(lses):
         raise ValueError(
-            f"outputs has {len(parts)} parts and lses {len(logs)}; expected as many, and one at "
+            f"outputs has {len(outputs)} parts and lses {len(lses)}; expected as many, and one at "
             "least"
         )
+    parts = [_arrays.operand(x, f"outputs[{n}]", 2) for n, x in enumerate(outputs)]
+    logs = [_arrays.operand(x, f"lses[{n}]", 1) for n, x in enumerate(lses)]
     first = parts[0]
     _arrays.same_dtype(**{f"outputs[{n}]": x for n, x in enumerate(parts)})
     _backends.choose(backend, first.dtype)

@@ -11,7 +11,8 @@
 The query rows of all heads that share a key/value head are one list, row r being head r % group at
 position r // group: one pass over the keys serves them all.  A task works on contiguous copies of
 its rows, [rows, D] and [rows, Dv], that fit the cache; keys become panels, once per head and
-thread, where enough rows use them.  16-bit numbers become float32 a tile at a time.
+thread, where enough rows use them.  16-bit and 8-bit numbers become float32 a tile at a time, or
+as they are multiplied, where few rows use them.
 
 Long keys with few rows are cut into splits of 1024 keys, each with its own maximum and sums.  Parts
 are merged from left to right, so that the threads change no bit.  The keys of a KVCache always are,
@@ -38,6 +39,8 @@ from qkv_ext._kernels cimport (
     stopped, table, take_turn, wait_turn,
 )
 
+import sys
+
 import numpy
 
 from qkv_ext._rules import OPEN as NO_LIMIT
@@ -52,7 +55,7 @@ cdef enum:
     SMALL_WORK = 400000  # multiplications below which no other thread is woken up
 
 cdef double MOST_FLOATS = 1e17
-cdef Py_ssize_t OPEN = NO_LIMIT
+cdef Py_ssize_t OPEN = min(NO_LIMIT, sys.maxsize // 4)
 cdef dict STORAGE = {"float32": QKV_FLOAT32, "float16": QKV_FLOAT16, "bfloat16": QKV_BFLOAT16,
                      "int8": QKV_INT8}
 cdef object float32 = numpy.dtype("float32")

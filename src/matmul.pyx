@@ -23,7 +23,10 @@ from qkv_ext._kernels cimport (
 
 import numpy
 
+from qkv_ext._arrays import MOST as MOST_AXES
 
+
+cdef int MOST = MOST_AXES
 cdef object float32 = numpy.dtype("float32")
 cdef object ndarray = numpy.ndarray
 cdef object empty = numpy.empty
@@ -238,7 +241,9 @@ def plain(a, b, bias, Py_ssize_t columns, int least, int threads, int isa):
     try:
         if not (take(a, &a_view) and take(b, &b_view) and (bias is None or take(bias, &bias_view))):
             return None
-        if a_view.ndim < least or b_view.ndim != (3 if columns else 2) or a_view.len == 0:
+        if not least <= a_view.ndim <= MOST or a_view.len == 0:
+            return None
+        if b_view.ndim != (3 if columns else 2):
             return None
         K = a_view.shape[a_view.ndim - 1]
         N = columns if columns else b_view.shape[1]

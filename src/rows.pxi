@@ -95,6 +95,18 @@ cdef void extent(const qkv_row *rows, Py_ssize_t m, Py_ssize_t *lo, Py_ssize_t *
             hi[0] = max(hi[0], rows[r].hi)
 
 
+cdef void scale_panels(const Call *call, Desk *desk, Py_ssize_t n, Tile *keys) noexcept nogil:
+    """The n keys of a tile as the formula has them, scales and all: a score of integers may be
+    infinite where the formula's is not."""
+    cdef Py_ssize_t c
+    if keys.kind != QKV_FLOAT32:
+        call.ops.widen(keys.kind, keys.start, 0, desk.panels, 1,
+                       (n + PANEL - 1) // PANEL * PANEL * call.D)
+    for c from 0 <= c < n by PANEL:
+        call.ops.times(desk.panels + c * call.D, PANEL, call.D, PANEL, keys.scale + c)
+    keys.kind, keys.start, keys.scale = QKV_FLOAT32, <const char *> desk.panels, NULL
+
+
 cdef Py_ssize_t line_of(const Call *call, const Place *at, Desk *desk, Py_ssize_t r,
                         Py_ssize_t tile) noexcept nogil:
     """The scores of a row in a tile into desk.line, -inf for what is not allowed; how many are."""
@@ -105,6 +117,8 @@ cdef Py_ssize_t line_of(const Call *call, const Place *at, Desk *desk, Py_ssize_
     cdef Tile keys
     if call.page:
         take_keys(call, at, desk, tile, &keys)
+        if keys.scale != NULL:
+            scale_panels(call, desk, n, &keys)
         for c from 0 <= c < n by PANEL:
             score_panel(call, &keys, c, desk.q + r * call.D, 1, line + c, TILE, min(PANEL, n - c),
                         desk.ones)

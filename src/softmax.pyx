@@ -10,7 +10,10 @@ from qkv_ext._kernels cimport parallel_for, qkv_kernels, qkv_run, table
 
 import numpy
 
+from qkv_ext._arrays import MOST as MOST_AXES
 
+
+cdef int MOST = MOST_AXES
 cdef object float32 = numpy.dtype("float32")
 cdef object ndarray = numpy.ndarray
 cdef object empty = numpy.empty
@@ -77,7 +80,7 @@ def plain(array, int threads, int isa):
         return None
     PyObject_GetBuffer(array, &x, PyBUF_STRIDES)
     try:
-        if (x.ndim == 0 or <size_t> x.buf % sizeof(float)
+        if (not 0 < x.ndim <= MOST or <size_t> x.buf % sizeof(float)
                 or not PyBuffer_IsContiguous(&x, b"C")):
             return None
         output = empty(array.shape, float32)

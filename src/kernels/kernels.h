@@ -3,7 +3,8 @@
    One table of micro-kernels per instruction set, all instantiated from template.h.  A kernel knows
    no Python, no heads and no batches: it works on rows of floats.  Arrays are written as
    [rows, cols] stride, where the stride is the distance between rows in floats and columns are
-   adjacent.  No kernel can fail, allocate or read past the columns it is given.
+   adjacent.  No kernel can fail or allocate, or read past the columns it is given but where it
+   says so.
 
    Panels: a matrix that is read again and again as the right operand of a product is kept as
    panels of PANEL columns, each [depth, PANEL] PANEL, so that the product streams through it.
