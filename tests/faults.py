@@ -38,7 +38,7 @@ flat_q, flat_k = f32(30, 4, 16), f32(300, 2, 16)
 
 
 def step(options):
-    cache = qkv_ext.KVCache(2, 2, 16, 8, dtype="int8")
+    cache = qkv_ext.KVCache(2, 2, 16, 8)  # other types are encoded by NumPy
     cache.append(k, v)
     return cache.attend(q, causal=True, **options)
 
