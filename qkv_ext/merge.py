@@ -5,6 +5,7 @@ lse = log Σ exp lse_n        output = Σ exp(lse_n - lse) output_n
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -112,6 +113,13 @@ def _along(x: Array, layout: str) -> Array:
     return x[..., None] if layout == "bhld" else x.swapaxes(-1, -2)[..., None]
 
 
+def _as_many(outputs: int, lses: int) -> None:
+    if not outputs or outputs != lses:
+        raise ValueError(
+            f"outputs has {outputs} parts and lses {lses}; expected as many, and one at least"
+        )
+
+
 def _checked(
     outputs: Any, lses: Any, layout: Any, threads: Any, backend: Any
 ) -> tuple[list[Array], list[Array]]:
@@ -120,13 +128,11 @@ def _checked(
     for name, given in (("outputs", outputs), ("lses", lses)):
         if not isinstance(given, Iterable):
             raise TypeError(f"{name} is a {type(given).__name__}; expected a sequence of arrays")
+    with contextlib.suppress(TypeError):  # of an iterator; else before any part is looked at
+        _as_many(len(outputs), len(lses))
     parts = [_arrays.operand(x, f"outputs[{n}]", 2) for n, x in enumerate(outputs)]
     logs = [_arrays.operand(x, f"lses[{n}]", 1) for n, x in enumerate(lses)]
-    if not parts or len(parts) != len(logs):
-        raise ValueError(
-            f"outputs has {len(parts)} parts and lses {len(logs)}; expected as many, and one at "
-            "least"
-        )
+    _as_many(len(parts), len(logs))
     first = parts[0]
     _arrays.same_dtype(**{f"outputs[{n}]": x for n, x in enumerate(parts)})
     _backends.choose(backend, first.dtype)
