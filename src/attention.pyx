@@ -429,6 +429,8 @@ def attention(problem, int isa):
             call.count = x.spans.shape[0]
         if call.count == 0 or call.heads == 0 or x.out.shape[x.out.ndim - 2] == 0:
             return
+        if x.out.len == 0 and weights is None and lse is None:  # Dv is 0: nothing to write
+            return
         call.group = call.heads // call.kv_heads
         call.items = &one
         if call.count > 1:
