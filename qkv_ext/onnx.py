@@ -362,7 +362,8 @@ def _whole_mask(mask: Array, total: int, opset: int) -> Array:
 
     Opset 23 knows no short masks: there an axis of length 1 is one that broadcasts.
     """
-    if opset < 24 or mask.ndim == 0 or mask.shape[-1] >= total or mask.dtype.kind in "iu":
+    known = mask.dtype.kind in "bf" or mask.dtype.name == "bfloat16"  # others are refused later
+    if opset < 24 or mask.ndim == 0 or mask.shape[-1] >= total or not known:
         return mask
     fill = False if mask.dtype.kind == "b" else -np.inf
     whole = np.full((*mask.shape[:-1], total), fill, mask.dtype)

@@ -367,6 +367,8 @@ cdef int compute(Call *call, Views *x, Py_ssize_t shift, int threads) except -1:
         call.count = x.spans.shape[0]
     if call.count == 0 or call.heads == 0 or x.out.shape[x.out.ndim - 2] == 0:
         return 0
+    if x.out.len == 0 and x.weights.buf == NULL and x.lse.buf == NULL:  # Dv is 0
+        return 0
     call.group = call.heads // call.kv_heads
     call.items = &one
     if call.count > 1:

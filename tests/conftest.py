@@ -6,6 +6,7 @@ QKV_EXT_BACKEND restricts the run to one; QKV_EXT_REQUIRE_C=1 forbids a run with
 import os
 import subprocess
 import sys
+import threading
 import zlib
 from pathlib import Path
 
@@ -40,10 +41,20 @@ def compiled(request):
     return request.param
 
 
+class Generators(threading.local):
+    """A random generator for each thread, all with the same numbers: for pytest-run-parallel."""
+
+    def __init__(self, seed):
+        self.generator = np.random.default_rng(seed)
+
+    def __getattr__(self, name):
+        return getattr(self.generator, name)
+
+
 @pytest.fixture
 def rng(request):
-    """Random numbers that are the same in every run and on every backend."""
-    return np.random.default_rng(zlib.crc32(request.node.originalname.encode()))
+    """Random numbers that are the same in every run, in every thread and on every backend."""
+    return Generators(zlib.crc32(request.node.originalname.encode()))
 
 
 @pytest.fixture

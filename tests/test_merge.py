@@ -276,6 +276,8 @@ O, LSE = np.zeros((2, 3, 5, 4), np.float32), np.zeros((2, 3, 5), np.float32)
     [
         ([], [], {}, ValueError, "outputs has 0 parts and lses 0; expected as many, and one at"),
         ([O], [LSE, LSE], {}, ValueError, "outputs has 1 parts and lses 2"),
+        # counted before they are looked at: this one filled the memory with 2^48 parts
+        ([O], np.broadcast_to(LSE[0, 0], (1 << 48, 5)), {}, ValueError, "parts and lses 2814"),
         ([O, O[:1]], [LSE, LSE], {}, ValueError, r"outputs\[1\] has shape \(1, 3, 5, 4\)"),
         ([O, O], [LSE, LSE[:1]], {}, ValueError,
          r"lses\[1\] has shape \(1, 3, 5\); expected \(2, 3, 5\)"),
@@ -297,3 +299,8 @@ O, LSE = np.zeros((2, 3, 5, 4), np.float32), np.zeros((2, 3, 5), np.float32)
 def test_rejects(outputs, lses, options, error, message):
     with pytest.raises(error, match=message):
         merge_attention(outputs, lses, **options)
+
+
+def test_iterators_are_counted_too():
+    with pytest.raises(ValueError, match="outputs has 1 parts and lses 2"):
+        qkv_ext.merge_attention(iter([O]), iter([LSE, LSE]))

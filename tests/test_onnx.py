@@ -373,6 +373,9 @@ REJECTED = [
      "softmax_precision is 7; expected 1, 10, 11 or 16"),
     ((Q4,) * 3, {"softcap": -1.0}, ValueError,
      "softcap is -1.0; expected a positive finite number or None"),
+    # an array of times was to be filled with -inf, of which NumPy warned
+    ((Q4,) * 3, {"attn_mask": np.zeros(1, "M8[s]"), "opset": 24}, TypeError,
+     "mask has dtype datetime64[s]; expected bool or floating point: bool or a float dtype"),
     ((Q4,) * 3, {"attn_mask": np.ones((4, 2), np.int64)}, TypeError,
      "mask has dtype int64; expected bool or floating point: mask.astype(bool), "
      "True keeps a key"),

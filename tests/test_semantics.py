@@ -315,3 +315,10 @@ def test_variance_of_scores(d, backend, rng):
     scaled = np.log(weights) + lse[:, None]
     assert np.var(scaled) == pytest.approx(1, rel=0.05)
     np.testing.assert_allclose(output, 1, rtol=1e-5)
+
+
+def test_nothing_to_write_is_nothing_to_do(compiled):
+    """Dv = 0 and no weights: however many rows there are, none is computed."""
+    q = np.broadcast_to(np.float32(1), (1, 1 << 40, 5, 8))
+    k, v = np.ones((1, 1, 9, 8), np.float32), np.ones((1, 1, 9, 0), np.float32)
+    assert sdpa(q, k, v, backend=compiled).shape == (1, 1 << 40, 5, 0)

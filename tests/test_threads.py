@@ -13,7 +13,7 @@ from tolerance import assert_same, assert_same_bits
 import qkv_ext
 
 sdpa = qkv_ext.scaled_dot_product_attention
-SECONDS = float(os.environ.get("QKV_EXT_TEST_SECONDS", "1"))  #: 60 for a long run
+SECONDS = float(os.environ.get("QKV_EXT_TEST_SECONDS", "0.3"))  #: per backend
 
 
 def some_calls(rng, backend):
@@ -44,7 +44,7 @@ def test_sixteen_callers_at_once(compiled, rng):
     """Each gets what it gets alone; QKV_EXT_TEST_SECONDS=60 for a long run."""
     calls = some_calls(rng, compiled)
     expected = [call(1) for call in calls]
-    end = time.monotonic() + SECONDS / len(qkv_ext.backends())
+    end = time.monotonic() + SECONDS
     wrong, done = [], []
 
     def run(first):
@@ -91,6 +91,8 @@ def test_the_interpreter_ends_while_calls_run(backend, python):
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals to threads here")
 def test_the_pool_after_an_exception(compiled, rng):
     """A call that a signal handler ends by an exception, then calls with all the workers."""
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("handlers are set, and run, in the main thread")
     calls = some_calls(rng, compiled)
     expected = [call(1) for call in calls]
     x = np.ones((1, 16, 8192, 64), np.float32)
