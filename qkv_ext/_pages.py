@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,9 +83,9 @@ class Page:
             self.k_scale = np.ndarray((heads, size), FLOAT32, room, k_scale)
             self.v_scale = np.ndarray((heads, size), FLOAT32, room, v_scale)
 
-    def __del__(self) -> None:
+    def __del__(self, at_the_end: Callable[[], bool] = sys.is_finalizing) -> None:
         pool = getattr(self, "pool", None)
-        if pool is not None:  # it was made to the end
+        if pool is not None and not at_the_end():  # it was made, and the interpreter goes on
             pool.give_back(self.room)
 
     def addresses(self) -> Array:
