@@ -1,5 +1,7 @@
 from qkv_ext._arrays import Array
 from qkv_ext._check import Rows
 
+MOST_AXES: int
+
 def softmax(problem: Rows, isa: int) -> None: ...
 def plain(array: object, threads: int, isa: int) -> Array | None: ...
