@@ -16,7 +16,7 @@ JUNK = (
     np.ones(3, complex), np.ones((2, 2), int), np.ones((0, 3), np.float32), np.zeros((2, 3), bool),
     np.ones((1,) * 40, np.float32), np.ma.masked_array(np.ones(3, "f4")), np.zeros(2, "M8[s]"),
     np.zeros(2, [("a", "f4")]), memoryview(b"1234"), np.float32([np.nan, np.inf]), HUGE,
-    np.full((3, 4), np.nan, np.float32), np.array([2**62, -(2**62)]), range(3), iter([1]), max,
+    np.full((3, 4), np.nan, np.float32), np.array([2**62, -(2**62)]), range(3), max,
 )  # fmt: skip
 
 
