@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from qkv_ext._check import Problem, Product, Rows
 
 CHUNK = 1 << 20  #: scores held at a time
+PIECE = 1 << 31  #: multiplications left to BLAS at a time
 
 
 def attention(problem: Problem, isa: int = -1) -> None:
@@ -209,9 +210,8 @@ def _times_values(weights: Array, total: Array, allowed: Array | None, v: Array)
     output /= total
     weights /= total
     allowed = np.ones(weights.shape, bool) if allowed is None else allowed
-    weights[~allowed] = (
-        0  # where a row is NaN, exp(-inf - NaN) is not the weight of an excluded key
-    )
+    # where a row is NaN, exp(-inf - NaN) is not the weight of an excluded key
+    weights[~allowed] = 0
     spoilt = (allowed & ~clean.all(axis=-1)[..., None, :]).any(axis=-1)
     for row in zip(*np.nonzero(spoilt | ~np.isfinite(output).all(axis=-1)), strict=True):
         values = v[(*row[:-2], 0)]  # the one key/value head of the row's group
@@ -228,23 +228,42 @@ def _plain_row(weights: Array, v: Array, allowed: Array) -> Array:
 def product(problem: Product, isa: int = -1) -> None:
     """out = a b + bias, where b is a matrix or panels (P, K, 64) of packed columns."""
     a, b, out = problem.a, problem.b, problem.out
+    *lead, m, n = out.shape
     with np.errstate(all="ignore"):
         if problem.packed:
-            m, n = out.shape
-            panels = np.matmul(a, b)  # (P, M, 64)
-            out[...] = panels.transpose(1, 0, 2).reshape(m, len(b) * b.shape[-1])[:, :n]
+            count, k, width = b.shape
+            for rows, panels in _pieces(m, count, k * width):
+                columns = slice(panels.start * width, min(n, panels.stop * width))
+                made = np.matmul(a[rows], b[panels]).transpose(1, 0, 2)  # (m, P, 64)
+                out[rows, columns] = made.reshape(len(made), -1)[:, : columns.stop - columns.start]
         else:
-            np.matmul(a, b, out=out)
+            for rows, columns in _pieces(m, n, a.shape[-1] * math.prod(lead)):
+                np.matmul(a[..., rows, :], b[..., columns], out=out[..., rows, columns])
         if problem.bias is not None:
             np.add(out, problem.bias, out=out)
 
 
+def _pieces(m: int, n: int, cost: int) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns of an (m, n) product whose elements cost that many multiplications each.
+
+    A piece is as square as it can be and takes BLAS some 50 ms; between two, ^C is seen.
+    """
+    elements = max(1, PIECE // max(1, cost))
+    rows = min(m, max(math.isqrt(elements), elements // max(1, n)))
+    columns = max(1, elements // max(1, rows))
+    for i, j in every(range(0, m, max(1, rows)), range(0, n, columns)):
+        yield slice(i, min(m, i + rows)), slice(j, min(n, j + columns))
+
+
 def softmax(problem: Rows, isa: int = -1) -> None:
     """out = exp(x - max) / sum over the last axis."""
-    x, out = problem.x, problem.out
-    if x.size == 0:
+    if problem.x.size == 0:
         return
+    all_rows, all_out = (x.reshape(-1, x.shape[-1]) for x in (problem.x, problem.out))
+    step = max(1, CHUNK // all_rows.shape[-1])
     with np.errstate(all="ignore"):
-        np.subtract(x, x.max(axis=-1, keepdims=True), out=out)
-        np.exp(out, out=out)
-        np.divide(out, out.sum(axis=-1, keepdims=True), out=out)
+        for start in range(0, len(all_rows), step):
+            x, out = all_rows[start : start + step], all_out[start : start + step]
+            np.subtract(x, x.max(axis=-1, keepdims=True), out=out)
+            np.exp(out, out=out)
+            np.divide(out, out.sum(axis=-1, keepdims=True), out=out)

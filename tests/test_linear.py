@@ -8,6 +8,7 @@ from conftest import BACKENDS
 from tolerance import WAYS, allowed_error, assert_same, assert_same_bits, assert_within, largest
 
 import qkv_ext
+from qkv_ext import _numpy
 
 matmul, linear, softmax = qkv_ext.matmul, qkv_ext.linear_projection, qkv_ext.softmax
 F32 = np.finfo(np.float32)
@@ -71,6 +72,18 @@ def test_matmul_tails(n, backend, rng):
         bias = rng.standard_normal(columns, np.float32)
         for w in (b, qkv_ext.pack_weight(b)):
             assert_within(linear(a, w, bias, backend=backend), *truth_and_bound(a, b, bias))
+
+
+@pytest.mark.parametrize("lead", [(), (3,)])
+@pytest.mark.parametrize("piece", [1, 70 * 7, 70 * 64 * 130])
+def test_numpy_multiplies_in_pieces(piece, lead, rng, monkeypatch):
+    """A long product is left to BLAS in pieces, so that ^C is seen; they make the same whole."""
+    monkeypatch.setattr(_numpy, "PIECE", piece)
+    a, b = rng.standard_normal((*lead, 50, 70), "f4"), rng.standard_normal((70, 200), "f4")
+    a = a.swapaxes(0, -2).copy().swapaxes(0, -2)  # rows of no one stack
+    assert_within(matmul(a, b, backend="numpy"), *truth_and_bound(a, b))
+    packed = qkv_ext.pack_weight(b)
+    assert_within(linear(a, packed, backend="numpy"), *truth_and_bound(a, b))
 
 
 @pytest.mark.parametrize("lead", [(), (3,), (0,), (2, 5)])

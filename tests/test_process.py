@@ -347,6 +347,8 @@ LONG_CALLS = {
     "one head": "qkv_ext.scaled_dot_product_attention(x.reshape(-1, 64), "
     "x.reshape(-1, 64), x.reshape(-1, 64), out=out.reshape(-1, 64), threads=THREADS, "
     "backend=BACKEND)",
+    "matmul": "x = np.ones((8192, 8192), 'f4'); out = np.full(x.shape, np.nan, 'f4'); "
+    "qkv_ext.matmul(x, x, out=out, threads=THREADS, backend=BACKEND)",
 }
 
 
