@@ -103,7 +103,7 @@ def test_forked_while_another_thread_computes(rng):
         for _ in range(10):
             child = os.fork()
             if child == 0:
-                signal.alarm(20)
+                signal.alarm(120)
                 same = cache.attend(q, threads=1).tobytes() == expected.tobytes()
                 os._exit(0 if same else 1)
             assert os.waitpid(child, 0)[1] == 0

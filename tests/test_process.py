@@ -266,11 +266,11 @@ expected = work()
 for _ in range(3):
     child = os.fork()
     if child == 0:
-        signal.alarm(20)
+        signal.alarm(120)
         code = 0 if work() == expected else 1
         grandchild = os.fork()
         if grandchild == 0:
-            signal.alarm(20)
+            signal.alarm(120)
             os._exit(0 if work() == expected else 1)
         os._exit(code or os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]))
     assert work() == expected
@@ -295,14 +295,16 @@ def keep_computing():
         work()
 thread = threading.Thread(target=keep_computing)
 thread.start()
-for _ in range(10):
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)
-        os._exit(0 if work() == expected else 1)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status == 0, f"the child ended with {{status}}"
-done = True
+try:
+    for _ in range(10):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(120)
+            os._exit(0 if work() == expected else 1)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert status == 0, f"the child ended with {{status}}"
+finally:
+    done = True
 thread.join()
 assert work() == expected
 """
@@ -317,7 +319,7 @@ import multiprocessing
 BACKEND = {backend!r}
 {FORK}
 def one(_):
-    signal.alarm(20)
+    signal.alarm(120)
     return work()
 expected = work()
 with multiprocessing.get_context("fork").Pool(2) as pool:
