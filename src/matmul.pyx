@@ -7,7 +7,8 @@
         chunk     256 of the inner dimension: its sum is added to what the earlier ones left in out;
                   the task's columns of b are packed into panels of 64, unless they are already, or
                   few rows would use them
-          panel     product of rows x 64 columns, register tile by register tile
+          block     192 rows of a: they stay in the second-level cache
+            panel     product of the block x 64 columns, register tile by register tile
 
 Each element is the same chain of operations whatever the block that it falls into.
 """
@@ -34,8 +35,10 @@ cdef object empty = numpy.empty
 
 cdef enum:
     ROWS = 2048          # rows of a task at most: what it packs of b serves all of them
-    FEW_ROWS = 384       # a task that has to shrink gives up rows down to these, then panels
-    PANELS = 4           # column panels of a task at most: one visit to a row of b packs them all
+    PANELS = 8           # column panels of a task at most: one visit to a row of b packs them all
+    SOME_PANELS = 4      # a task that has to shrink gives up panels down to these,
+    FEW_ROWS = 384       # then rows down to these, then panels again
+    BLOCK = 192          # rows of a that meet all panels of a task before the next do
     PACK_ROWS = 16       # from here on packing a panel of b pays
     SMALL_WORK = 100000  # multiplications below which no other thread is woken up
 
@@ -46,9 +49,9 @@ cdef struct Call:
     bint packed          # b is panels, not a matrix
     const float *bias    # [N] or NULL
     Py_ssize_t M, N, K
-    Py_ssize_t rows, row_blocks, panels, panel_groups
-    float *desks         # per worker: panels [panels, TILE, PANEL], and ones [rows]
-    Py_ssize_t desk_size  # in floats
+    Py_ssize_t rows, row_blocks, panels, panel_groups, block
+    float *desks         # per worker: panels [panels, TILE, PANEL], and ones [block]
+    Py_ssize_t desk_size, ones_at  # in floats
     bint pack
 
 
@@ -88,12 +91,12 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
     cdef Py_ssize_t m = min(call.rows, call.M - first)
     cdef Py_ssize_t lda = row_stride(&call.a), ldo = row_stride(&call.out), ldb = 0
     cdef float *panels = call.desks + worker * call.desk_size
-    cdef const float *ones = panels + (call.panels * TILE * PANEL if call.pack else 0)
+    cdef const float *ones = panels + call.ones_at
     cdef const float *a = <const float *> item_of(call, &call.a, item) + first * lda
     cdef const float *b = <const float *> call.b.buf
     cdef const float *right
     cdef float *out = <float *> item_of(call, &call.out, item) + first * ldo
-    cdef Py_ssize_t start = group * call.panels * PANEL, t, depth, j, n, i
+    cdef Py_ssize_t start = group * call.panels * PANEL, t, depth, j, n, i, rows
     cdef Py_ssize_t end = min(start + call.panels * PANEL, call.N)
     cdef Py_ssize_t width = PANEL if call.packed or call.pack else end - start
     if not call.packed:
@@ -103,27 +106,33 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
         depth = min(TILE, call.K - t)
         if call.pack:
             pack_panels(b + t * ldb + start, ldb, panels, depth, end - start)
-        for j from start <= j < end by width:
-            if stopped(run, worker):
-                return
-            n = min(width, end - j)
-            if call.packed:
-                right = b + j * call.K + t * PANEL
-            elif call.pack:
-                right = panels + (j - start) * TILE
-            else:
-                right = b + t * ldb + j
-            call.ops.product(a + t, lda, right, PANEL if call.packed or call.pack else ldb, out + j,
-                             ldo, ones if t else NULL, m, n, depth)
-            if call.bias != NULL and t + depth == call.K:
-                for i in range(m):
-                    add_bias(out + i * ldo + j, call.bias + j, n)
+        for i from 0 <= i < m by call.block:
+            rows = min(call.block, m - i)
+            for j from start <= j < end by width:
+                if stopped(run, worker):
+                    return
+                n = min(width, end - j)
+                if call.packed:
+                    right = b + j * call.K + t * PANEL
+                elif call.pack:
+                    right = panels + (j - start) * TILE
+                else:
+                    right = b + t * ldb + j
+                call.ops.product(a + i * lda + t, lda, right,
+                                 PANEL if call.packed or call.pack else ldb, out + i * ldo + j, ldo,
+                                 ones if t else NULL, rows, n, depth)
+                if call.bias != NULL and t + depth == call.K:
+                    add_bias(out + i * ldo + j, ldo, call.bias + j, rows, n)
 
 
-cdef inline void add_bias(float *row, const float *bias, Py_ssize_t n) noexcept nogil:
-    cdef Py_ssize_t j
-    for j in range(n):
-        row[j] += bias[j]
+cdef void add_bias(float *out, Py_ssize_t ldo, const float *bias, Py_ssize_t rows,
+                   Py_ssize_t n) noexcept nogil:
+    cdef Py_ssize_t i, j
+    cdef float *row
+    for i in range(rows):
+        row = out + i * ldo
+        for j in range(n):
+            row[j] += bias[j]
 
 
 cdef Py_ssize_t count_tasks(Call *call, Py_ssize_t items, Py_ssize_t panels) noexcept nogil:
@@ -144,7 +153,9 @@ cdef int run(Call *call, Py_ssize_t items, int threads) except -1:
     if not call.packed and not call.pack:  # rows of b are read in place: the longer, the better
         call.panels = (panels + threads - 1) // threads
     while (call.packed or call.pack) and count_tasks(call, items, panels) < 4 * threads:
-        if call.rows > FEW_ROWS:  # enough tasks for every thread to have some
+        if call.panels > SOME_PANELS:  # enough tasks for every thread to have some
+            call.panels = (call.panels + 1) // 2
+        elif call.rows > FEW_ROWS:
             call.rows = (call.rows + 1) // 2
         elif call.panels > 1:
             call.panels = (call.panels + 1) // 2
@@ -152,13 +163,14 @@ cdef int run(Call *call, Py_ssize_t items, int threads) except -1:
             break
     tasks = count_tasks(call, items, panels)
     threads = <int> min(threads, tasks)
-    call.desk_size = (call.panels * TILE * PANEL if call.pack else 0) + (call.rows + 15) // 16 * 16
+    call.block = min(BLOCK, call.rows)
+    call.ones_at = call.panels * TILE * PANEL if call.pack else 0
+    call.desk_size = call.ones_at + (call.block + 15) // 16 * 16
     call.desks = <float *> scratch(<double> threads * call.desk_size * sizeof(float))
     try:
         for worker in range(threads):
-            for i in range(call.rows):
-                call.desks[worker * call.desk_size
-                           + (call.panels * TILE * PANEL if call.pack else 0) + i] = 1.0
+            for i in range(call.block):
+                call.desks[worker * call.desk_size + call.ones_at + i] = 1.0
         with nogil:
             parallel_for(run_task, call, tasks, 1, threads)
     finally:
