@@ -9,7 +9,7 @@ static ALWAYS_INLINE void product_tile(const float *a, ptrdiff_t lda, const floa
                                        const int partial) {
     vec acc[ROWS][VECS], right[VECS];
     if (keep) /* what is needed at the end may be far away */
-        UNROLL for (int i = 0; i < rows; i++)
+    UNROLL for (int i = 0; i < rows; i++)
             UNROLL for (int j = 0; j < vecs; j++) __builtin_prefetch(c + i * ldc + j * VL);
     UNROLL for (int i = 0; i < rows; i++)
         UNROLL for (int j = 0; j < vecs; j++) acc[i][j] = v_zero();
@@ -122,20 +122,20 @@ static void product_thin(const float *a, ptrdiff_t lda, const float *b, ptrdiff_
     for (ptrdiff_t i = 0; i < m; i++) settle(sums[i], c + i * ldc, keep ? keep + i : NULL, WIDE * VL);
 }
 
-/* One long row: eight rows of b, each read from end to end, are added to sums in the first-level
-   cache. */
+/* One long row: four rows of b, each read from end to end, are added to sums in the first-level
+   cache.  More would push each other out of it where ldb is a multiple of its 4 KB. */
 static void product_long(const float *a, const float *b, ptrdiff_t ldb, float *c,
                          const float *keep, ptrdiff_t n, ptrdiff_t k) {
     _Alignas(64) float sums[LONG_COLUMNS];
     ptrdiff_t t = 0;
     memset(sums, 0, (size_t)n * sizeof *sums);
-    for (; t + 8 <= k; t += 8) {
+    for (; t + 4 <= k; t += 4) {
         const float *rows = b + t * ldb;
-        vec left[8];
-        UNROLL for (int u = 0; u < 8; u++) left[u] = v_set1(a[t + u]);
+        vec left[4];
+        UNROLL for (int u = 0; u < 4; u++) left[u] = v_set1(a[t + u]);
         for (ptrdiff_t j = 0; j < n; j += VL) {
             vec sum = v_load(sums + j);
-            UNROLL for (int u = 0; u < 8; u++) sum = v_fma(left[u], v_load(rows + u * ldb + j), sum);
+            UNROLL for (int u = 0; u < 4; u++) sum = v_fma(left[u], v_load(rows + u * ldb + j), sum);
             v_store(sums + j, sum);
         }
     }
