@@ -43,13 +43,8 @@ static inline vec v_pick(vec a, vec b, vec x, vec y) {
 static inline vec v_max(vec a, vec b) { return _mm256_max_ps(a, b); }
 static inline vec v_fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
 static inline vec v_fnma(vec a, vec b, vec c) { return _mm256_fnmadd_ps(a, b, c); }
-static inline vec power_of_two(__m256i n) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
-}
-static inline vec v_ldexp(vec p, vec n) { /* in two steps: 2^n alone may be out of range */
-    __m256i all = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(all, 1);
-    p = _mm256_mul_ps(p, power_of_two(half));
-    return _mm256_mul_ps(p, power_of_two(_mm256_sub_epi32(all, half)));
+static inline vec v_ldexp(vec p, vec t) {
+    return _mm256_mul_ps(p, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(t), 23)));
 }
 static inline vec v_keep(vec s, const uint8_t *keep) {
     __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)keep));

@@ -46,7 +46,9 @@ static inline vec v_pick(vec a, vec b, vec x, vec y) {
 static inline vec v_max(vec a, vec b) { return _mm512_max_ps(a, b); }
 static inline vec v_fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
 static inline vec v_fnma(vec a, vec b, vec c) { return _mm512_fnmadd_ps(a, b, c); }
-static inline vec v_ldexp(vec p, vec n) { return _mm512_scalef_ps(p, n); }
+static inline vec v_ldexp(vec p, vec t) {
+    return _mm512_scalef_ps(p, _mm512_sub_ps(t, _mm512_set1_ps(0x1.8p23f + 127.0f)));
+}
 static inline vec v_keep(vec s, const uint8_t *keep) {
     __m128i bytes = _mm_loadu_si128((const __m128i *)keep);
     return _mm512_mask_mov_ps(v_set1(-INFINITY), _mm_test_epi8_mask(bytes, bytes), s);

@@ -100,7 +100,7 @@ typedef struct {
     /* y[n] = x[n] the other way, to the nearest, ties to even. */
     void (*narrow)(int kind, const float *x, uint16_t *y, ptrdiff_t n);
 
-    /* y[n] = exp(x[n]) and tanh(x[n]), for tests of the polynomials. */
+    /* y[n] = exp(x[n]), where x <= 43, and tanh(x[n]), for tests of the polynomials. */
     void (*exp)(const float *x, float *y, ptrdiff_t n);
     void (*tanh)(const float *x, float *y, ptrdiff_t n);
 } qkv_kernels;

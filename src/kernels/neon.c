@@ -38,13 +38,8 @@ static inline vec v_pick(vec a, vec b, vec x, vec y) { return vbslq_f32(vcltq_f3
 static inline vec v_max(vec a, vec b) { return vmaxq_f32(a, b); }
 static inline vec v_fma(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
 static inline vec v_fnma(vec a, vec b, vec c) { return vfmsq_f32(c, a, b); }
-static inline vec power_of_two(int32x4_t n) {
-    return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, vdupq_n_s32(127)), 23));
-}
-static inline vec v_ldexp(vec p, vec n) { /* in two steps: 2^n alone may be out of range */
-    int32x4_t all = vcvtq_s32_f32(n), half = vshrq_n_s32(all, 1);
-    p = vmulq_f32(p, power_of_two(half));
-    return vmulq_f32(p, power_of_two(vsubq_s32(all, half)));
+static inline vec v_ldexp(vec p, vec t) {
+    return vmulq_f32(p, vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(t), 23)));
 }
 static inline vec v_keep(vec s, const uint8_t *keep) {
     uint32_t lanes[4] = {keep[0], keep[1], keep[2], keep[3]};

@@ -29,16 +29,6 @@ static inline vec v_pick(vec a, vec b, vec x, vec y) { return a < b ? x : y; }
 static inline vec v_max(vec a, vec b) { return a > b ? a : b; }
 static inline vec v_fma(vec a, vec b, vec c) { return a * b + c; }
 static inline vec v_fnma(vec a, vec b, vec c) { return c - a * b; }
-static inline float power_of_two(int32_t n) {
-    uint32_t bits = (uint32_t)(n + 127) << 23;
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-static inline vec v_ldexp(vec p, vec n) { /* in two steps: 2^n alone may be out of range */
-    int32_t all = n > -200.0f && n < 200.0f ? (int32_t)n : 0, half = all >> 1;
-    return p * power_of_two(half) * power_of_two(all - half);
-}
 static inline vec v_keep(vec s, const uint8_t *keep) { return *keep ? s : -INFINITY; }
 static inline vec v_bias(vec s, vec b) { return b == -INFINITY ? b : s + b; }
 static inline float v_sum(vec x) { return x; }
@@ -56,6 +46,7 @@ static inline uint32_t bits_of(float x) {
     memcpy(&bits, &x, sizeof bits);
     return bits;
 }
+static inline vec v_ldexp(vec p, vec t) { return p * float_of(bits_of(t) << 23); }
 static inline vec v_from_int8(const int8_t *p) { return *p; }
 static inline vec v_from_bfloat(const uint16_t *p) { return float_of((uint32_t)*p << 16); }
 static inline void v_to_bfloat(uint16_t *p, vec x) {

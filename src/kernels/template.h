@@ -11,7 +11,8 @@
      v_max(a, b)                b where either is a NaN, or a NaN
      v_pick(a, b, x, y)         x where a < b, else y
      v_fma(a, b, c)             a b + c, and v_fnma: c - a b
-     v_ldexp(p, n)              p 2^n with one rounding
+     v_ldexp(p, t)              p 2^(t - 3 2^22 - 127) with one rounding; the last nine bits of t are
+                                the sign and the exponent of that power
      v_keep(s, bytes)           s where the byte is not 0, else -inf
      v_bias(s, b)               s + b, but -inf where b is -inf, whatever s is
      v_sum v_largest            over the lanes
