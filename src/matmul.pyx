@@ -98,10 +98,12 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
     cdef float *out = <float *> item_of(call, &call.out, item) + first * ldo
     cdef Py_ssize_t start = group * call.panels * PANEL, t, depth, j, n, i, rows
     cdef Py_ssize_t end = min(start + call.panels * PANEL, call.N)
-    cdef Py_ssize_t width = PANEL if call.packed or call.pack else end - start
+    cdef Py_ssize_t width = PANEL, step = PANEL
     if not call.packed:
         b = <const float *> item_of(call, &call.b, item)
         ldb = row_stride(&call.b)
+        if not call.pack:  # few rows use b: it is read in place
+            width, step = end - start, ldb
     for t from 0 <= t < max(call.K, 1) by TILE:  # K may be 0: zeros
         depth = min(TILE, call.K - t)
         if call.pack:
@@ -118,8 +120,7 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
                     right = panels + (j - start) * TILE
                 else:
                     right = b + t * ldb + j
-                call.ops.product(a + i * lda + t, lda, right,
-                                 PANEL if call.packed or call.pack else ldb, out + i * ldo + j, ldo,
+                call.ops.product(a + i * lda + t, lda, right, step, out + i * ldo + j, ldo,
                                  ones if t else NULL, rows, n, depth)
                 if call.bias != NULL and t + depth == call.K:
                     add_bias(out + i * ldo + j, ldo, call.bias + j, rows, n)
