@@ -91,13 +91,15 @@ def test_16_bits_in(given, kind, rng):
     """Their own type exactly, every other as the float32 that they are."""
     dtype = dtype_of(given)
     x = np.arange(1 << 16, dtype=np.uint16).view(dtype).reshape(-1, 16)
-    top = np.abs(x.astype(np.float32)).max(axis=-1)
+    with np.errstate(invalid="ignore"):  # of signalling NaNs, on Arm
+        top = np.abs(x.astype(np.float32)).max(axis=-1)
     fine = x if kind != "int8" else x[(top > 1e-35) & np.isfinite(top)]  # plain scales
     actual = kept(fine, kind)
-    expected = stored(fine, kind)
+    with np.errstate(invalid="ignore"):
+        expected, exact = stored(fine, kind), fine.astype(np.float32)
     np.testing.assert_array_equal(actual, expected, strict=True)
     if given == kind:
-        np.testing.assert_array_equal(actual, fine.astype(np.float32))
+        np.testing.assert_array_equal(actual, exact)
 
 
 @pytest.mark.parametrize("kind", STORAGE)
