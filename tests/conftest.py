@@ -4,6 +4,7 @@ QKV_EXT_BACKEND restricts the run to one; QKV_EXT_REQUIRE_C=1 forbids a run with
 """
 
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -18,6 +19,12 @@ import qkv_ext
 ASKED_FOR = os.environ.get("QKV_EXT_BACKEND")
 BACKENDS = (ASKED_FOR,) if ASKED_FOR else qkv_ext.backends()
 ROOT = Path(qkv_ext.__file__).resolve().parents[1]  #: where the package under test lies
+
+
+def pytest_configure(config):
+    """On Arm, OpenBLAS may leave floating-point flags behind that its numbers do not explain."""
+    if platform.machine() in ("aarch64", "arm64"):
+        config.addinivalue_line("filterwarnings", "ignore:.*in matmul:RuntimeWarning")
 
 
 def pytest_report_header(config):
