@@ -4,7 +4,8 @@
    LN2_HIGH has nine bits, so that n LN2_HIGH is exact with or without a fused product.  Then
    e^r = 1 + r + r^2 q(r), with q of degree 3 by the Remez algorithm for the relative error of the
    whole (1.05e-7).  It is computed in units of 2^-64, so that what is left to multiply by, 2^(n + 64),
-   is a normal number for every n from -190 to 63: for x up to 43, and a softmax needs none above 0.
+   is a normal number for every n from -190 to 63: for x up to 43.  A softmax needs
+   none above 0, but in rows that hold a NaN, which make NaN of whatever else is found there.
    Error: at most 2.3 ulp with fused products, 4 ulp without; results below 2^-126 are rounded once
    more, to the subnormal grid.  exp(0) == 1 and exp(-inf) == 0 exactly; NaN stays NaN. */
 #define LOG2_E 1.4426950408889634f

@@ -105,15 +105,19 @@ typedef struct {
     void (*tanh)(const float *x, float *y, ptrdiff_t n);
 } qkv_kernels;
 
-/* Ask for the cache lines of n bytes, into the second-level cache; never faults. */
+/* Ask for the cache line at p, into the caches from that level on (3 is the first); never faults. */
+#if defined(__GNUC__)
+#define QKV_PREFETCH(p, level) __builtin_prefetch(p, 0, level)
+#else
+#define QKV_PREFETCH(p, level) ((void)(p))
+#endif
+
+/* Ask for the cache lines of n bytes, into the second-level cache. */
 static inline void qkv_prefetch(const char *p, ptrdiff_t n) {
 #if defined(__GNUC__)
     __asm__ volatile(""); /* or gcc takes this for a function without effect, and drops it */
-    for (ptrdiff_t i = 0; i < n; i += 64) __builtin_prefetch(p + i, 0, 2);
-#else
-    (void)p;
-    (void)n;
 #endif
+    for (ptrdiff_t i = 0; i < n; i += 64) QKV_PREFETCH(p + i, 2);
 }
 
 /* The tables of this build, slowest first.  A name is runnable where CPU and OS support it. */

@@ -9,7 +9,7 @@ static ALWAYS_INLINE void product_tile(const float *a, ptrdiff_t lda, const floa
                                        const int partial) {
     vec acc[ROWS][VECS], right[VECS];
     for (int i = 0; keep && i < rows; i++) /* what is needed at the end may be far away */
-        for (int j = 0; j < vecs; j++) __builtin_prefetch(c + i * ldc + j * VL);
+        for (int j = 0; j < vecs; j++) QKV_PREFETCH(c + i * ldc + j * VL, 3);
     UNROLL for (int i = 0; i < rows; i++)
         UNROLL for (int j = 0; j < vecs; j++) acc[i][j] = v_zero();
     for (ptrdiff_t t = 0; t < k; t++) {
