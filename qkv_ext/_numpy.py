@@ -228,25 +228,39 @@ def _plain_row(weights: Array, v: Array, allowed: Array) -> Array:
 def product(problem: Product, isa: int = -1) -> None:
     """out = a b + bias, where b is a matrix or panels (P, K, 64) of packed columns."""
     a, b, out = problem.a, problem.b, problem.out
-    *lead, m, n = out.shape
     with np.errstate(all="ignore"):
         if problem.packed:
+            m, n = out.shape
             count, k, width = b.shape
             for rows, panels in _pieces(m, count, k * width):
                 columns = slice(panels.start * width, min(n, panels.stop * width))
                 made = np.matmul(a[rows], b[panels]).transpose(1, 0, 2)  # (m, P, 64)
                 out[rows, columns] = made.reshape(len(made), -1)[:, : columns.stop - columns.start]
         else:
-            for rows, columns in _pieces(m, n, a.shape[-1] * math.prod(lead)):
-                np.matmul(a[..., rows, :], b[..., columns], out=out[..., rows, columns])
+            _multiply(a, b, out)
         if problem.bias is not None:
             np.add(out, problem.bias, out=out)
+
+
+def _multiply(a: Array, b: Array, out: Array) -> None:
+    """out = a b, left to BLAS in pieces of some 50 ms: between two of them ^C is seen."""
+    *lead, m, n = out.shape
+    cost = m * n * a.shape[-1]
+    if lead and math.prod(lead) * cost > PIECE:  # some items at a time, or parts of one
+        a, b = (np.broadcast_to(x, (*lead, *x.shape[-2:])) for x in (a, b))
+        step = PIECE // (math.prod(lead[1:]) * cost)
+        for start in range(0, lead[0], max(1, step)):
+            items = slice(start, start + step) if step else start
+            _multiply(a[items], b[items], out[items])
+        return
+    for rows, columns in _pieces(m, n, a.shape[-1]):
+        np.matmul(a[..., rows, :], b[..., columns], out=out[..., rows, columns])
 
 
 def _pieces(m: int, n: int, cost: int) -> Iterator[tuple[slice, slice]]:
     """Rows and columns of an (m, n) product whose elements cost that many multiplications each.
 
-    A piece is as square as it can be and takes BLAS some 50 ms; between two, ^C is seen.
+    A piece is as square as it can be.
     """
     elements = max(1, PIECE // max(1, cost))
     rows = min(m, max(math.isqrt(elements), elements // max(1, n)))
