@@ -99,11 +99,12 @@ class KVCache:
     with PagedAttention" (2023).
     """
 
-    __slots__ = ("__weakref__", "_lock", "_process", "_store")
+    __slots__ = ("__weakref__", "_locks", "_store")
 
     _store: Store
-    _lock: Any  # a threading.RLock, for it knows its owner; nobody takes it twice
-    _process: int
+    #: by process, since a forked child finds its parent's held by threads that it does not have;
+    #: threading.RLock, for it knows its owner: nobody takes it twice
+    _locks: dict[int, Any]
 
     def __init__(
         self,
@@ -117,21 +118,22 @@ class KVCache:
     ) -> None:
         layout = _check_cache.layout(num_kv_heads, head_dim, v_dim, dtype, _page)
         self._store = Store.empty(layout, _check_cache.batch(batch))
-        self._lock, self._process = threading.RLock(), os.getpid()
+        self._locks = {}
 
     @classmethod
     def _of(cls, store: Store) -> KVCache:
         cache = cls.__new__(cls)
-        cache._store, cache._lock, cache._process = store, threading.RLock(), os.getpid()
+        cache._store, cache._locks = store, {}
         return cache
 
     def _turn(self) -> Any:
         """The lock, to be held by one call at a time."""
-        if self._process != os.getpid():  # a forked child: whoever held the lock is not here
-            self._lock, self._process = threading.RLock(), os.getpid()
-        if self._lock._is_owned():  # waiting for oneself would last for ever
+        lock = self._locks.get(os.getpid())
+        if lock is None:
+            lock = self._locks.setdefault(os.getpid(), threading.RLock())
+        if lock._is_owned():  # waiting for oneself would last for ever
             raise RuntimeError("this KVCache is in use by the call that this code interrupted")
-        return self._lock
+        return lock
 
     # ---- what it is -----------------------------------------------------------------------------
 
