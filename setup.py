@@ -45,7 +45,10 @@ class Build(build_ext):
 
 def module(name, *c_files):
     """The extension qkv_ext._<name>, made of src/<name>.pyx and C files."""
-    required = os.environ.get("CIBUILDWHEEL") or os.environ.get("QKV_EXT_REQUIRE_C")
+    asked = os.environ.get("QKV_EXT_REQUIRE_C", "")
+    if asked not in ("", "0", "1"):
+        raise ValueError(f"QKV_EXT_REQUIRE_C is {asked!r}; expected 1, 0 or nothing")
+    required = os.environ.get("CIBUILDWHEEL") or asked == "1"
     return Extension(
         f"qkv_ext._{name}",
         sources=[f"src/{name}.pyx", *c_files],

@@ -7,6 +7,7 @@ expected.  _check.py puts them together.
 from __future__ import annotations
 
 import math
+import reprlib
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,23 +24,26 @@ _LARGEST = float(np.finfo(FLOAT32).max)
 _KNOWN: dict[Any, np.dtype[Any]] = {FLOAT32: FLOAT32, FLOAT64: FLOAT64, FLOAT16: FLOAT16}
 
 
-def _array(x: Any, name: str) -> Array:
+def array_of(x: Any, name: str) -> Array:
     """Anything array-like as an ndarray; without a copy where it speaks DLPack or has a buffer."""
     if isinstance(x, np.ndarray):
         if isinstance(x, np.ma.MaskedArray):
             raise TypeError(f"{name} is a numpy.ma.MaskedArray; expected a plain array and mask=")
         return x.view(np.ndarray)
     try:
-        return np.from_dlpack(x) if hasattr(x, "__dlpack__") else np.asarray(x)
+        array = np.from_dlpack(x) if hasattr(x, "__dlpack__") else np.asarray(x)
     except (ValueError, BufferError, RuntimeError) as error:  # ragged lists, arrays elsewhere
         raise TypeError(f"{name} is no array that the CPU can read: {error}") from error
+    if array.dtype == object:
+        raise TypeError(f"{name} is {reprlib.repr(x)}; expected an array")
+    return array
 
 
 def operand(x: Any, name: str, least: int) -> Array:
     """A native float array of at least that rank whose rows the kernels can read in place."""
     if type(x) is np.ndarray and x.dtype is FLOAT32 and x.flags.carray and least <= x.ndim <= MOST:
         return x  # the plain case, quickly
-    array = _array(x, name)
+    array = array_of(x, name)
     dtype = _KNOWN.get(array.dtype.newbyteorder("="))
     if dtype is None:
         if array.dtype.name != "bfloat16":  # ml_dtypes has it; known by its name, not imported
@@ -146,7 +150,7 @@ def mask(given: Any, scores: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
     It keeps its size-1 axes: nothing is expanded in memory.
     """
-    mask = _array(given, "mask")
+    mask = array_of(given, "mask")
     kind = mask.dtype
     if kind.kind not in "bf" and kind.name != "bfloat16":
         hint = (

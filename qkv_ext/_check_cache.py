@@ -91,7 +91,7 @@ def item(store: Store, b: Any) -> int:
 
 def indices(store: Store, value: Any) -> list[int]:
     """Items (n,), any number of them."""
-    shape = _rules._shape(value, "indices", "integers (n,)")
+    shape = _rules.shape_of(value, "indices", "integers (n,)")
     if len(shape) != 1:
         raise ValueError(f"indices has shape {shape}; expected (n,)")
     chosen: list[int] = _rules.integers(
@@ -104,7 +104,7 @@ def per_item(store: Store, value: Any, name: str) -> list[int]:
     """An integer or integers (B,), each from 0 to the length of its item."""
     lengths = store.lengths
     wanted = f"an integer or integers ({len(lengths)},)"
-    if _rules._shape(value, name, wanted) == () and not isinstance(value, bool):
+    if _rules.shape_of(value, name, wanted) == () and not isinstance(value, bool):
         value = np.full(len(lengths), value)
     longest = max(lengths, default=0)
     numbers: list[int] = _rules.integers(value, name, len(lengths), 0, longest).tolist()

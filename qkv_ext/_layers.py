@@ -127,7 +127,9 @@ def fused(
     parts = h + 2 * hkv
     d, rest = divmod(w.shape[1], parts)
     if w_o is not None:
-        d_o = _weight(w_o, "w_o").shape[0] // h
+        d_o, rest_o = divmod(_weight(w_o, "w_o").shape[0], h)
+        if rest_o or not d_o:
+            raise ValueError(f"w_o has {h * d_o + rest_o} rows; expected H·D, a multiple of {h}")
         if w.shape[1] != parts * d_o:
             raise ValueError(
                 f"w_qkv has {w.shape[1]} columns; expected {parts * d_o}, (H + 2 Hkv)·D with the "

@@ -9,6 +9,7 @@ i sees the keys of the array with
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,8 +40,10 @@ CAUSAL = Rules(right=0)
 ITEM, Q_START, Q_LENGTH, Q_ROOM, K_START, K_LENGTH, SHIFT = range(7)
 
 
-def _shape(value: Any, name: str, wanted: str) -> tuple[int, ...]:
+def shape_of(value: Any, name: str, wanted: str) -> tuple[int, ...]:
     """The shape of a number or of nested sequences of numbers."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a numpy.ma.MaskedArray; expected {wanted}")
     try:
         return np.shape(value)
     except ValueError:  # rows of several lengths
@@ -50,20 +53,23 @@ def _shape(value: Any, name: str, wanted: str) -> tuple[int, ...]:
 def integers(value: Any, name: str, count: int | None, least: int, most: int) -> Array:
     """An integer (count None) or integers (count,) of any dtype, as int64 within their bounds."""
     wanted = "an integer" if count is None else f"integers ({count},)"
-    shape = _shape(value, name, wanted)
+    shape = shape_of(value, name, wanted)
     array = np.asarray(value)
     if array.size == 0 and not isinstance(value, np.ndarray):
         array = array.astype(np.int64)  # an empty list has no dtype of its own
     wide = array.dtype.kind == "O" and all(isinstance(n, int) for n in array.flat)
     if not (array.dtype.kind in "iu" or wide) or isinstance(value, bool):
-        raise TypeError(f"{name} has dtype {array.dtype}; expected integers")
+        no_numbers = array.dtype == object
+        given = f"is {reprlib.repr(value)}" if no_numbers else f"has dtype {array.dtype}"
+        raise TypeError(f"{name} {given}; expected integers")
     if shape != (() if count is None else (count,)):
         wanted = "an integer" if count is None else f"shape ({count},)"
         raise ValueError(f"{name} has shape {shape}; expected {wanted}")
     low, high = (int(array.min()), int(array.max())) if array.size else (least, least)
     if low < least or high > most:
         beyond = low if low < least else high
-        raise ValueError(f"{name} holds {beyond}; expected {least} to {most}")
+        bounds = f"expected {least} to {most}" if least <= most else "but there are none"
+        raise ValueError(f"{name} holds {beyond}; {bounds}")
     return array.astype(np.int64)
 
 
@@ -94,7 +100,7 @@ def _softcap(softcap: Any, dtype: Any) -> float:
 
 def per_head(value: Any, name: str, shapes: tuple[tuple[int, ...], ...], dtype: Any) -> Array:
     """Floats of one of the shapes, in the compute dtype."""
-    _shape(value, name, "an array")
+    shape_of(value, name, "an array")
     array = np.asarray(value)
     if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
         raise TypeError(f"{name} has dtype {array.dtype}; expected floating point")
@@ -148,7 +154,7 @@ def spans(
     inner is how many items each of its entries has.
     """
     key = int(integers(key_offset, "key_offset", None, -OPEN, OPEN))
-    rank = 0 if query_offset is None else len(_shape(query_offset, "query_offset", "integers"))
+    rank = 0 if query_offset is None else len(shape_of(query_offset, "query_offset", "integers"))
     if q_lengths is None and kv_lengths is None and rank == 0:
         if query_offset is None:
             return (s - length if align == "bottom-right" else 0) - key, None
@@ -175,7 +181,7 @@ def spans(
 
 def cumulative(value: Any, name: str, total: int) -> Array:
     """Cumulative lengths (N + 1,) of a packed batch: from 0, never falling, up to the total."""
-    shape = _shape(value, name, "integers (N + 1,)")
+    shape = shape_of(value, name, "integers (N + 1,)")
     if len(shape) != 1 or shape[0] == 0:
         raise ValueError(f"{name} has shape {shape}; expected (N + 1,)")
     array = integers(value, name, shape[0], 0, total)

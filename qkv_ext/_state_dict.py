@@ -63,7 +63,7 @@ def find(mapping: Mapping[str, Any], prefix: str) -> Found:
             return _modules(mapping, at, names)
     tried = ["in_proj_weight", ", ".join(_TORCH_SEPARATE)]
     tried += [", ".join(f"{name}.weight" for name in names[:3]) for names in _MODULES]
-    there = sorted(name for name in mapping if name.startswith(at))
+    there = sorted(name for name in mapping if isinstance(name, str) and name.startswith(at))
     shown = ", ".join(there[:8]) + (", ..." if len(there) > 8 else "")
     raise ValueError(
         f"mapping has no attention weights under prefix {at!r}; looked for {'; '.join(tried)}; "

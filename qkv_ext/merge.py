@@ -118,7 +118,7 @@ def _checked(
     """Check a call of merge_attention."""
     _arrays.choice(layout, "layout", ("bhld", "blhd"))
     for name, given in (("outputs", outputs), ("lses", lses)):
-        if not isinstance(given, Iterable):
+        if not isinstance(given, Iterable) or getattr(given, "ndim", 1) == 0:
             raise TypeError(f"{name} is a {type(given).__name__}; expected a sequence of arrays")
     outputs, lses = (x if hasattr(x, "__len__") else list(x) for x in (outputs, lses))
     if not len(outputs) or len(outputs) != len(lses):

@@ -23,6 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from qkv_ext import _backends, _rules
+from qkv_ext._arrays import array_of
+from qkv_ext._threads import threads_of
 from qkv_ext.attention import Options, scaled_dot_product_attention
 from qkv_ext.rotary import apply_rotary
 from qkv_ext.tracing import trace
@@ -140,20 +143,17 @@ def attention(
     ----------
     ONNX operators, Attention: https://onnx.ai/onnx/operators/onnx__Attention.html
     """
-    q, k, v = np.asarray(Q), np.asarray(K), np.asarray(V)
+    q, k, v = array_of(Q, "Q"), array_of(K, "K"), array_of(V, "V")
     flat = q.ndim == 3
     if not q.ndim == k.ndim == v.ndim or q.ndim not in (3, 4):
         given = f"{q.shape}, {k.shape} and {v.shape}"
         raise ValueError(f"Q, K and V have shapes {given}; expected 3 axes each or 4")
-    if opset < 23:
+    if _attribute(opset, "opset") < 23:
         raise ValueError(f"opset is {opset}; expected 23, 24, 25 or later")
     if not flat and opset >= 25 and not q_num_heads is kv_num_heads is None:
         raise ValueError("q_num_heads or kv_num_heads is given; expected neither with 4 axes")
-    if qk_matmul_output_mode not in STEPS:
-        raise ValueError(
-            f"qk_matmul_output_mode is {qk_matmul_output_mode!r}; expected 0, 1, 2 or 3"
-        )
-    if softmax_precision is not None and softmax_precision not in PRECISIONS:
+    step = STEPS[_attribute(qk_matmul_output_mode, "qk_matmul_output_mode", 0, max(STEPS))]
+    if softmax_precision not in (None, *PRECISIONS):
         raise ValueError(f"softmax_precision is {softmax_precision!r}; expected 1, 10, 11 or 16")
     q = _by_head(q, "Q", q_num_heads, "q_num_heads")
     k = _by_head(k, "K", kv_num_heads, "kv_num_heads")
@@ -169,15 +169,16 @@ def attention(
 
     options = _position(past, nonpad_kv_seqlen, opset)
     options["threads"], options["backend"] = threads, backend
-    options["causal"] = bool(is_causal)
+    options["causal"] = bool(_attribute(is_causal, "is_causal", 0, 1))
     options["scale"] = scale
     options["softcap"] = softcap if softcap else None
-    if left_window_size != -1 or right_window_size != -1:
+    left = _attribute(left_window_size, "left_window_size", -1)
+    right = _attribute(right_window_size, "right_window_size", -1)
+    if left != -1 or right != -1:
         _since(25, opset, "left_window_size and right_window_size")
-        sides = (None if side == -1 else side for side in (left_window_size, right_window_size))
-        options["window"] = (next(sides), next(sides))
+        options["window"] = (None if left == -1 else left, None if right == -1 else right)
     if attn_mask is not None:
-        options["mask"] = _whole_mask(np.asarray(attn_mask), k.shape[2], opset)
+        options["mask"] = _whole_mask(array_of(attn_mask, "attn_mask"), k.shape[2], opset)
 
     dtype = q.dtype.newbyteorder("=")
     types = {k.dtype.name, v.dtype.name}
@@ -185,13 +186,13 @@ def attention(
         wide = np.float64 if "float64" in types else np.float32
         q, k, v = q.astype(wide), k.astype(wide), v.astype(wide)
     scores = None
-    step = STEPS[qk_matmul_output_mode] if return_qk_matmul_output else None
-    if step == "weights":
+    if not return_qk_matmul_output:
+        y = scaled_dot_product_attention(q, k, v, **options)
+    elif step == "weights":
         y, scores = scaled_dot_product_attention(q, k, v, return_weights=True, **options)
     else:
         y = scaled_dot_product_attention(q, k, v, **options)
-        if step is not None:
-            scores = trace(q, k, v, **options)[step]
+        scores = trace(q, k, v, **options)[step]
     if flat:
         y = y.swapaxes(1, 2).reshape(y.shape[0], y.shape[2], y.shape[1] * y.shape[3])
     with np.errstate(over="ignore"):
@@ -251,7 +252,8 @@ def rotary_embedding(
     ----------
     ONNX operators, RotaryEmbedding: https://onnx.ai/onnx/operators/onnx__RotaryEmbedding.html
     """
-    x, cos, sin = np.asarray(X), np.asarray(cos_cache), np.asarray(sin_cache)
+    x = array_of(X, "X")
+    cos, sin = array_of(cos_cache, "cos_cache"), array_of(sin_cache, "sin_cache")
     if x.ndim not in (3, 4):
         raise ValueError(f"X has shape {x.shape}; expected 3 axes or 4")
     y = _by_head(x, "X", num_heads, "num_heads")
@@ -267,8 +269,9 @@ def rotary_embedding(
         cos, sin = (table.reshape(batch * length, table.shape[-1]) for table in (cos, sin))
         positions = np.arange(batch * length).reshape(batch, length)
     y = apply_rotary(
-        y, cos, sin, positions=positions, interleaved=bool(interleaved),
-        rotary_dim=rotary_embedding_dim or None, threads=threads, backend=backend,
+        y, cos, sin, positions=positions, threads=threads, backend=backend,
+        interleaved=bool(_attribute(interleaved, "interleaved", 0, 1)),
+        rotary_dim=_attribute(rotary_embedding_dim, "rotary_embedding_dim") or None,
     )  # fmt: skip
     return y if x.ndim == 4 else y.swapaxes(1, 2).reshape(x.shape)
 
@@ -290,11 +293,15 @@ def reference_ops(*, threads: int | None = None, backend: str | None = None) -> 
     ------
     ImportError
         The package onnx is not there: ``pip install qkv_ext[onnx]``.
+    ValueError, TypeError
+        threads or backend is none.
     """
     try:
         op_run: Any = import_module("onnx.reference.op_run")
     except ImportError as error:
         raise ImportError("reference_ops needs onnx: pip install qkv_ext[onnx]") from error
+    _backends.choose(backend, None)
+    threads_of(threads)
     attend: Any = partial(attention, threads=threads, backend=backend)
     rotate: Any = partial(rotary_embedding, threads=threads, backend=backend)
 
@@ -317,6 +324,13 @@ def reference_ops(*, threads: int | None = None, backend: str | None = None) -> 
     return [Attention, RotaryEmbedding]
 
 
+def _attribute(value: Any, name: str, least: int = 0, most: int = _rules.OPEN) -> int:
+    """An integer within bounds; Python's bools are 0 and 1."""
+    if isinstance(value, (bool, np.bool_)):
+        value = int(value)
+    return int(_rules.integers(value, name, None, least, most))
+
+
 def _since(first: int, opset: int, name: str) -> None:
     if opset < first:
         raise ValueError(f"{name} came with opset {first}; got one with opset {opset}")
@@ -331,7 +345,7 @@ def _by_head(x: Array, name: str, heads: int | None, attribute: str) -> Array:
     batch, n, width = x.shape
     if heads is None:
         raise ValueError(f"{attribute} is None; expected a number, as {name} has shape {x.shape}")
-    if heads < 1 or width % heads:
+    if _attribute(heads, attribute) < 1 or width % heads:
         raise ValueError(f"{attribute} is {heads}; expected a divisor of {width}: {name} {x.shape}")
     return x.reshape(batch, n, heads, width // heads).swapaxes(1, 2)
 
@@ -348,7 +362,7 @@ def _position(past: int | None, nonpad_kv_seqlen: ArrayLike | None, opset: int) 
 
 def _joined(past: ArrayLike, new: Array, name: str) -> Array:
     """Past and new keys or values, (B, Hkv, P + S, width)."""
-    past = np.asarray(past)
+    past = array_of(past, name)
     batch, hkv, _, width = new.shape
     if past.ndim != 4 or (past.shape[:2], past.shape[3]) != ((batch, hkv), width):
         raise ValueError(f"{name} has shape {past.shape}; expected ({batch}, {hkv}, P, {width})")

@@ -240,12 +240,12 @@ def _positions(positions: Any, x: Array, length: int, n: int) -> Any:
                 f"x has shape {x.shape}, so L = {length} positions; cos and sin have {n} rows"
             )
         return slice(0, length)
-    array = np.asarray(positions)
     own = [(length,)] if x.ndim == 2 else [(length,), (x.shape[0], length)]
-    if array.shape not in own:
-        raise ValueError(
-            f"positions has shape {array.shape}; expected {' or '.join(map(str, own))}"
-        )
+    wanted = " or ".join(map(str, own))
+    shape = _rules.shape_of(positions, "positions", f"integers {wanted}")
+    if shape not in own:
+        raise ValueError(f"positions has shape {shape}; expected {wanted}")
+    array = np.asarray(positions)
     most = n - 1 if array.size else 0
     flat = _rules.integers(array.ravel(), "positions", array.size, 0, most)
     heads = (1,) * (x.ndim - 3) if array.ndim == 2 else ()

@@ -21,7 +21,9 @@ FLOATS = "expected float32, float16 or bfloat16"
 MAKING = [
     (lambda: KVCache(-1, 2, 8), ValueError, "batch holds -1; expected 0 to 1048576"),
     (lambda: KVCache(2.0, 2, 8), TypeError, "batch has dtype float64; expected integers"),
-    (lambda: KVCache(1, None, 8), TypeError, "num_kv_heads has dtype object; expected integers"),
+    (lambda: KVCache(1, None, 8), TypeError, "num_kv_heads is None; expected integers"),
+    (lambda: KVCache(0, 2, 8).keys(0), ValueError, "b holds 0; but there are none"),
+    (lambda: KVCache(0, 2, 8).reorder([0]), ValueError, "indices holds 0; but there are none"),
     (lambda: KVCache(1, 2, [8]), ValueError, "head_dim has shape (1,); expected an integer"),
     (lambda: KVCache(1, 2, 8, -8), ValueError, "v_dim holds -8; expected 0 to 2147483648"),
     (lambda: KVCache(1, 2, 8, dtype="float64"), ValueError, f"dtype is 'float64'; {KINDS}"),

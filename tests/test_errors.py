@@ -58,7 +58,7 @@ ATTENTION = [
     (lambda o: sdpa([["a"]], K, V, **o), TypeError,
      "q has dtype <U1; expected float32, float64, float16 or bfloat16"),
     (lambda o: sdpa(None, K, V, **o), TypeError,
-     "q has dtype object; expected float32, float64, float16 or bfloat16"),
+     "q is None; expected an array"),
     (lambda o: sdpa(Q, f64(2, 2, 7, 8), V, **o), TypeError,
      "q, k, v have different dtypes (q float32, k float64, v float32); expected one dtype"),
     (lambda o: sdpa(Q, K, V.astype(">f8"), **o), TypeError,
@@ -266,6 +266,8 @@ LAYERS = [
     (lambda o: MultiHeadAttention.from_fused(f32(8, 96), f32(64, 8), num_heads=4, num_kv_heads=2),
      ValueError,  # C2
      "w_qkv has 96 columns; expected 128, (H + 2 Hkv)·D with the D = 16 of w_o"),
+    (lambda o: MultiHeadAttention.from_fused(f32(8, 24), f32(1, 8), num_heads=2), ValueError,
+     "w_o has 1 rows; expected H·D, a multiple of 2"),
     (lambda o: MultiHeadAttention.from_fused(f32(8, 127), num_heads=4, num_kv_heads=2), ValueError,
      "w_qkv has 127 columns; expected (H + 2 Hkv)·D, a multiple of 8 such as 120"),
     (lambda o: MultiHeadAttention.from_fused(f32(8, 24), num_heads=2, b_qkv=f32(23)), ValueError,

@@ -45,7 +45,9 @@ def lengths(name, most):
         ({name: f32(2)}, TypeError, f"{name} has dtype float32; expected integers"),
         ({name: [True, False]}, TypeError, f"{name} has dtype bool; expected integers"),
         ({name: True}, TypeError, f"{name} has dtype bool; expected integers"),
-        ({name: [2, None]}, TypeError, f"{name} has dtype object; expected integers"),
+        ({name: [2, None]}, TypeError, f"{name} is [2, None]; expected integers"),
+        ({name: np.ma.masked_array([2, 2])}, TypeError,
+         f"{name} is a numpy.ma.MaskedArray; expected integers (2,)"),
         ({name: "22"}, TypeError, f"{name} has dtype <U2; expected integers"),
     ]  # fmt: skip
 
@@ -109,7 +111,7 @@ OPTIONS = [
     ({"query_offset": [0, -(1 << 61)]}, ValueError, f"query_offset holds {-(1 << 61)}; {OFFSETS}"),
     ({"key_offset": 1.0}, TypeError, "key_offset has dtype float64; expected integers"),
     ({"key_offset": 0.0}, TypeError, "key_offset has dtype float64; expected integers"),
-    ({"key_offset": None}, TypeError, "key_offset has dtype object; expected integers"),
+    ({"key_offset": None}, TypeError, "key_offset is None; expected integers"),
     ({"key_offset": True}, TypeError, "key_offset has dtype bool; expected integers"),
     ({"key_offset": False}, TypeError, "key_offset has dtype bool; expected integers"),
     ({"key_offset": [1, 2]}, ValueError, "key_offset has shape (2,); expected an integer"),

@@ -291,6 +291,7 @@ O, LSE = np.zeros((2, 3, 5, 4), np.float32), np.zeros((2, 3, 5), np.float32)
         ([O.astype(int)], [LSE], {}, TypeError, r"outputs\[0\] has dtype int64"),
         ([O[0, 0, 0]], [LSE[0, 0]], {}, ValueError, "expected at least 2 axes"),
         (7, [LSE], {}, TypeError, "outputs is a int; expected a sequence of arrays"),
+        (np.array(1.0), [LSE], {}, TypeError, "outputs is a ndarray; expected a sequence"),
         ([O], None, {}, TypeError, "lses is a NoneType; expected a sequence of arrays"),
         ([O], [LSE], {"backend": "none"}, ValueError, "backend is 'none'"),
         ([O], [LSE], {"threads": 0}, ValueError, "threads is 0"),

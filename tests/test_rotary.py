@@ -300,6 +300,8 @@ COS = np.zeros((6, 4), np.float32)
         (X, COS, COS, {"positions": np.array([0, 1, 2, 3, 2**64 - 1], np.uint64)}, ValueError,
          "positions holds 18446744073709551615"),
         (X, COS, COS, {"positions": [0.0] * 5}, TypeError, "positions has dtype float64"),
+        (X, COS, COS, {"positions": [[0], [1, 2]]}, ValueError,
+         r"positions is \[\[0\], \[1, 2\]\]; expected integers \(5,\) or \(2, 5\)"),
         (X, COS, COS, {"positions": [True] * 5}, TypeError, "positions has dtype bool"),
         (X, COS, COS, {"positions": [0] * 4}, ValueError,
          r"positions has shape \(4,\); expected \(5,\) or \(2, 5\)"),

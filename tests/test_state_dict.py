@@ -199,6 +199,7 @@ def without(names, name):
         ({"a.c_attn.weight": np.zeros((8, 24)), **dict.fromkeys(map("a.{}".format, range(20)))},
          "a", ValueError, ["there are a.0, a.1", "..."]),
         ({}, "", ValueError, ["none of its 0 names"]),
+        ({0: np.zeros(3)}, "a", ValueError, ["none of its 1 names starts so"]),
         (without(LLAMA, "a.k_proj.weight"), "a", ValueError, ["mapping has no a.k_proj.weight"]),
         (without(LLAMA, "a.o_proj.weight"), "a", ValueError,
          ["mapping has no a.o_proj.weight or a.out_proj.weight"]),
