@@ -36,8 +36,8 @@ cdef object empty = numpy.empty
 cdef enum:
     ROWS = 2048          # rows of a task at most: what it packs of b serves all of them
     PANELS = 8           # column panels of a task at most: one visit to a row of b packs them all
-    SOME_PANELS = 4      # a task that has to shrink gives up panels until there are so many or less,
-    FEW_ROWS = 384       # then rows until there are so many or less, then panels again
+    SOME_PANELS = 4      # a task that has to shrink gives up panels down to so many or less,
+    FEW_ROWS = 384       # then rows down to so many or less, then panels again
     BLOCK = 192          # rows of a that meet all panels of a task before the next do
     PACK_ROWS = 16       # from here on packing a panel of b pays
     SMALL_WORK = 100000  # multiplications below which no other thread is woken up
