@@ -90,7 +90,7 @@ def describe(limits: Limits, isas: tuple[str, ...], threads: int) -> dict[str, A
     peaks = {isa: limits.fma_peak(isa, threads) for isa in isas if isa != "numpy"}
     return {
         "cpu": cpu_name(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "l3": cache_bytes(),
         "fma_peak": peaks,
