@@ -28,9 +28,7 @@ class Rules(NamedTuple):
     softcap: float = 0.0  # 0 is off
     slopes: Array | None = None  # float32 or float64, (items, H) or (1, H), items as in spans
     sinks: Array | None = None  # (H,)
-    spans: Array | None = (
-        None  # int64 (items, 7): ITEM, Q_START, Q_LENGTH, Q_ROOM, K_START, K_LENGTH, SHIFT
-    )
+    spans: Array | None = None  # int64 (items, 7), columns as below
 
 
 PLAIN = Rules()

@@ -293,8 +293,8 @@ def reference_ops(*, threads: int | None = None, backend: str | None = None) -> 
     ------
     ImportError
         The package onnx is not there: ``pip install qkv_ext[onnx]``.
-    ValueError, TypeError
-        threads or backend is none.
+    TypeError, ValueError
+        threads or backend that scaled_dot_product_attention would refuse.
     """
     try:
         op_run: Any = import_module("onnx.reference.op_run")
