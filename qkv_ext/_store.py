@@ -260,27 +260,34 @@ class Store:
         return Store(self.pool, items, list(self.lengths), list(self.dropped))
 
     def state(self) -> tuple[Any, ...]:
-        """The layout, lengths and dropped keys, and what is stored of the others."""
+        """The layout, lengths, dropped keys and dropped pages, and what is stored of the others."""
         stored = [
             [item.read(self.layout, start, stop, what) for what in "kv"]
             for item, start, stop in zip(self.items, self.dropped, self.lengths, strict=True)
         ]
-        return tuple(self.layout), self.lengths, self.dropped, stored
+        gone = [item.pages.count(None) for item in self.items]  # those before all others
+        return tuple(self.layout), self.lengths, self.dropped, gone, stored
 
     @classmethod
     def restored(
-        cls, layout: tuple[Any, ...], lengths: list[int], dropped: list[int], stored: list[Any]
+        cls,
+        layout: tuple[Any, ...],
+        lengths: list[int],
+        dropped: list[int],
+        gone: list[int],
+        stored: list[Any],
     ) -> Store:
         """A store that shares nothing, out of the state of another; the bits are the same."""
         store = cls.empty(Layout(*layout), len(lengths))
-        counts = [stop - start for start, stop in zip(dropped, lengths, strict=True)]
-        for item, start in zip(store.items, dropped, strict=True):
-            gone = start // store.layout.size
-            item.reserve(gone)
-            item.pages = [None] * gone
+        size = store.layout.size
+        for item, count in zip(store.items, gone, strict=True):
+            item.reserve(count)
+            item.pages = [None] * count
+        # all pages first, those too of which every key was dropped
+        store.lengths = [min(count * size, n) for count, n in zip(gone, lengths, strict=True)]
+        store._make_room([n - own for own, n in zip(store.lengths, lengths, strict=True)])
         store.lengths, store.dropped = list(dropped), list(dropped)
-        store._make_room(counts)
         for b, ((k, k_scale), (v, v_scale)) in enumerate(stored):
-            store._write(b, counts[b], k, v, k_scale, v_scale)
+            store._write(b, lengths[b] - dropped[b], k, v, k_scale, v_scale)
         store.lengths = list(lengths)
         return store

@@ -143,7 +143,9 @@ cdef void plain_row(const Call *call, const Place *at, Desk *desk, Py_ssize_t r,
     """
     cdef qkv_row *row = &desk.rows[r]
     cdef float *line = desk.line
-    cdef Py_ssize_t tile, start = row.lo // TILE * TILE, j, d, n, count = 0
+    # a row without keys looks at no tile: the page of one may have been dropped
+    cdef Py_ssize_t start = row.lo // TILE * TILE if row.lo < row.hi else row.hi
+    cdef Py_ssize_t tile, j, d, n, count = 0
     cdef float top = sink, sum, weight
     cdef Tile values
     for tile from start <= tile < row.hi by TILE:  # pass 1: the maximum

@@ -69,6 +69,18 @@ class Model:
         self.items = [list(self.items[n]) for n in indices]
         self.dropped = [self.dropped[n] for n in indices]
 
+    def arrays(self):
+        """k (B, Hkv, S, D) and v, dropped keys too, zeros behind those of shorter items."""
+        count = max(map(len, self.items), default=0)
+        k, v = (
+            np.zeros((len(self.items), self.heads, count, last), np.float32)
+            for last in (self.d, self.dv)
+        )
+        for b, item in enumerate(self.items):
+            for i, (key, value) in enumerate(item):
+                k[b, :, i], v[b, :, i] = key, value
+        return k, v
+
     def assert_held_by(self, cache):
         assert cache.lengths.tolist() == [len(item) for item in self.items]
         assert cache.dropped.tolist() == self.dropped

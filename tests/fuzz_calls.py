@@ -4,6 +4,7 @@ Arguments are right ones; spoil() puts something else in the place of one.
 """
 
 import math
+import pickle
 
 import numpy as np
 from fuzz_arrays import HUGE, JUNK
@@ -162,7 +163,7 @@ def attention(draw):
 
 
 def cached(draw):
-    """Attention to a KVCache that was filled in steps, and perhaps shared, mixed and cut back."""
+    """Attention to a KVCache that was filled in steps, perhaps shared, mixed, cut, copied."""
     batch, hkv, group = draw.between(1, 3), draw.between(1, 3), draw.between(1, 4)
     d, dv, length = draw.size(1), draw.size(1), 1 if draw.one_in(2) else draw.size()
     kind = draw.choice(["float32", "float16", "bfloat16", "int8"])
@@ -181,6 +182,11 @@ def cached(draw):
         cache.reorder(draw.rng.integers(0, batch, batch))
     if draw.one_in(3):
         cache.truncate(cache.lengths * 2 // 3)
+    dropped = draw.one_in(3)
+    if dropped:
+        cache.drop(np.maximum(cache.lengths - draw.choice([0, 9, 300]), 0))
+    if draw.one_in(4):
+        cache = pickle.loads(pickle.dumps(cache))
     s = int(cache.lengths.max())
     q = draw.array([batch, hkv * group, length, d], draw.choice([np.float32, np.float16]))
     options = rules(draw, batch, hkv * group, length, s) | extras(draw)
@@ -188,6 +194,8 @@ def cached(draw):
         options["kv_lengths"] = np.minimum(options["kv_lengths"], cache.lengths)
     if draw.one_in(4):
         options["mask"] = mask(draw, [batch, hkv * group, length, s])
+    if dropped and not draw.one_in(4):  # not always refused
+        options |= {"window": (draw.choice([0, 5, 200]), 0)}
     return Call(cache.attend, [q], options)
 
 
