@@ -18,6 +18,10 @@ cdef extern from "kernels.h" nogil:
         QKV_BFLOAT16
         QKV_INT8
 
+    enum:
+        QKV_PLUS
+        QKV_MINUS
+
     ctypedef struct qkv_row:
         Py_ssize_t lo
         Py_ssize_t hi
@@ -49,8 +53,12 @@ cdef extern from "kernels.h" nogil:
                        const qkv_row *row) noexcept nogil
         int (*scaled)(const float *x, Py_ssize_t ldx, const float *factor, float *y,
                       Py_ssize_t ldy, Py_ssize_t m, Py_ssize_t n) noexcept nogil
+        int (*split_finite)(const float *x, Py_ssize_t ldx, float *finite, float *code,
+                            Py_ssize_t m, Py_ssize_t n) noexcept nogil
         void (*weights)(const float *x, float max, float factor, float *y,
                         Py_ssize_t n) noexcept nogil
+        float (*largest)(const float *x, Py_ssize_t n) noexcept nogil
+        float (*exp_and_sum)(const float *x, float max, float *y, Py_ssize_t n) noexcept nogil
         void (*softmax)(const float *x, float *y, Py_ssize_t n) noexcept nogil
         void (*widen)(int kind, const void *x, Py_ssize_t ldx, float *y, Py_ssize_t m,
                       Py_ssize_t n) noexcept nogil
@@ -69,7 +77,14 @@ cdef extern from "pool.h" nogil:
     ctypedef void qkv_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil
     ctypedef struct qkv_order:
         pass
-    ctypedef void qkv_retire(void *job, Py_ssize_t index, int worker) noexcept nogil
+    ctypedef void qkv_retire(void *job, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil
+
+
+cdef extern from "float_mode.h" nogil:
+    ctypedef struct qkv_float_mode:
+        pass
+    qkv_float_mode qkv_enter_float_mode() noexcept
+    void qkv_leave_float_mode(qkv_float_mode found) noexcept
 
 
 # The table of an instruction set, by its place in compiled(); the caller knows that it is runnable.
@@ -84,7 +99,7 @@ cdef int stopped(qkv_run *run, int worker) noexcept nogil
 cdef qkv_order *new_order(Py_ssize_t slots, qkv_retire *retire, void *job) except NULL
 cdef void free_order(qkv_order *order) noexcept nogil
 cdef int wait_turn(qkv_order *order, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil
-cdef void take_turn(qkv_order *order, Py_ssize_t index, int worker) noexcept nogil
+cdef void take_turn(qkv_order *order, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil
 
 # qkv_alloc of pool.h, but raises MemoryError; size is a double so that it cannot wrap around.
 cdef void *scratch(double size) except NULL

@@ -22,8 +22,8 @@ What is chosen by shape (blocks, splits, panels or not) is chosen for each item 
 lengths: never from the batch, the padding or the number of threads.
 
 kernels.h has the arithmetic of a tile, plan.pxi the choices, keys.pxi where keys and values lie,
-tiles.pxi the walk over the tiles, rows.pxi the beginning and the end of a row, and parts.pxi what
-becomes of splits.
+tiles.pxi the walk over the tiles, rows.pxi the beginning and the end of a row, parts.pxi what becomes
+of splits, and exact.pxi the rows whose numbers are not all finite.
 """
 
 from cpython.buffer cimport (
@@ -34,9 +34,10 @@ from libc.stdint cimport int64_t, uint8_t, uint16_t
 from libc.string cimport memcpy, memset
 
 from qkv_ext._kernels cimport (
-    LANES, PANEL, QKV_BFLOAT16, QKV_FLOAT16, QKV_FLOAT32, QKV_INT8, TILE, free_order, new_order,
-    parallel_for, qkv_kernels, qkv_order, qkv_prefetch, qkv_row, qkv_run, release, scratch,
-    stopped, table, take_turn, wait_turn,
+    LANES, PANEL, QKV_BFLOAT16, QKV_FLOAT16, QKV_FLOAT32, QKV_INT8, QKV_MINUS, QKV_PLUS, TILE,
+    free_order, new_order, parallel_for, qkv_enter_float_mode, qkv_float_mode, qkv_kernels,
+    qkv_leave_float_mode, qkv_order, qkv_prefetch, qkv_row, qkv_run, release, scratch, stopped,
+    table, take_turn, wait_turn,
 )
 
 import sys
@@ -83,6 +84,16 @@ cdef struct Item:
     Py_ssize_t first_task, first_part
 
 
+# Rows of split items that are to be computed once more, when all splits are merged: see exact.pxi.
+cdef struct Leftover:
+    Py_ssize_t count     # of units that have some
+    Py_ssize_t *tasks    # [units], the first task of each
+    uint8_t *todo        # [units, block], as on a desk
+    uint8_t *nonfinite_v # [units, block], as in a part
+    float *max           # [units, block]
+    float *sum           # [units, block]
+
+
 cdef struct Call:
     const qkv_kernels *ops
     # the problem; strides in bytes
@@ -102,7 +113,9 @@ cdef struct Call:
     Py_ssize_t block     # the largest block of rows
     Py_ssize_t keys      # keys that panels hold at most
     Py_ssize_t longest   # keys of the longest item
+    bint absent          # some items have fewer rows than there is room for
     Py_ssize_t parts     # tasks of items with more than one split
+    Py_ssize_t units     # blocks of rows that these tasks belong to
     Py_ssize_t tasks
     Py_ssize_t stride    # from a task to the one that its worker most likely takes next
     # working memory: one Desk per worker, and the parts that wait
@@ -112,6 +125,7 @@ cdef struct Call:
     size_t part_size
     Py_ssize_t slots
     qkv_order *order
+    Leftover left_over   # of the splits
 
 
 # What a split leaves behind: unnormalised sums of a block of rows.
@@ -119,7 +133,7 @@ cdef struct Part:
     float *sums          # [block, Dv]
     float *max           # [block]
     float *sum           # [block]
-    uint8_t *spoilt      # [block], whether the row is allowed a key whose V is not finite
+    uint8_t *nonfinite_v # [block], MET and SEEN: what V has to do with sums that are not finite
 
 
 # A worker's memory.
@@ -134,10 +148,14 @@ cdef struct Desk:
     float *panels        # K of a head, or of a tile: [keys / PANEL] panels
     float *k_rows        # [TILE, D], a tile of K that is stored in 16 bits
     float *v_rows        # [TILE, Dv], a tile of V that is, or with its non-finite entries as 0
+    float *v_codes       # [TILE, Dv], what these are
     float *v_scale       # [TILE + LANES], the scales of such a tile in int8
     float *values        # [block, Dv], output rows before they are rounded to 16 bits
-    float *value         # [Dv], a row of V, for the plain formula
-    float *line          # [TILE + LANES], scores of one row, for the plain formula
+    uint8_t *todo        # [block], what is to be done yet for a row: DONE, PENDING, ...
+    float *top           # [block], the maximum of a row, its sink among the scores,
+    float *inverse       # [block], and 1 over its denominator
+    float *admitted      # [block, TILE] TILE + LANES, the weights of keys whose V is not finite
+    float *met           # [block, Dv], the sums of their codes
     Py_ssize_t *start    # [block], the first column of the tile that a group of rows needs,
     Py_ssize_t *end      # [block], and the end of them, 0 for none; at the group's first row
     uint8_t *packed      # [tiles], which tiles of the head are in panels
@@ -154,6 +172,7 @@ cdef struct Place:
     Py_ssize_t first_key, end_key  # of its split
     const char *k
     const char *v
+    bint scaled          # int8 keys with their scales, before the product
 
 
 include "plan.pxi"
@@ -161,6 +180,7 @@ include "keys.pxi"
 include "tiles.pxi"
 include "rows.pxi"
 include "parts.pxi"
+include "exact.pxi"
 
 
 # ---- tasks --------------------------------------------------------------------------------------
@@ -190,6 +210,7 @@ cdef void find_place(const Call *call, Py_ssize_t index, Place *at) noexcept nog
     at.m = min(item.block, item.L * call.group - at.first_row)
     at.k = item.k + at.kv_head * call.k_head
     at.v = item.v + at.kv_head * call.v_head
+    at.scaled = False
     at.first_key, at.end_key = 0, item.S
     if item.splits > 1:
         at.first_key = at.split * SPLIT
@@ -214,20 +235,22 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
     if at.item.splits > 1:
         if walk_split(call, &at, &desk, worker, run):
             leave_part(call, &at, &desk)
-            take_turn(call.order, at.part, worker)
+            take_turn(call.order, at.part, worker, run)
         return
     if at.item.passes > 1:
-        if walk_splits(call, &at, &desk, worker, run):
-            finish_rows(call, &at, &desk, True)
+        if (walk_splits(call, &at, &desk, worker, run)
+                and not finish_rows(call, &at, &desk, False, worker, run)):
+            redo_rows(call, &at, &desk, worker, run)
         return
     if index + call.stride < call.tasks and call.page == 0:
         find_place(call, index + call.stride, &after)
         if after.head != at.head:
             next = &after
-    if not walk(call, &at, &desk, False, next, worker, run):
+    if (not walk(call, &at, &desk, AS_IT_IS, next, worker, run)
+            or finish_rows(call, &at, &desk, False, worker, run)):
         return
-    if not finish_rows(call, &at, &desk, False) and walk(call, &at, &desk, True, NULL, worker, run):
-        finish_rows(call, &at, &desk, True)
+    if look_at_values(call, &at, &desk, worker, run):
+        redo_rows(call, &at, &desk, worker, run)
 
 
 # ---- the call -----------------------------------------------------------------------------------
@@ -251,8 +274,10 @@ cdef int run(Call *call, int threads) except -1:
     call.desk_size = lay_desk(call, NULL, &desk)
     call.part_size = lay_part(call, NULL, &part) if call.parts else 0
     call.desks = <char *> scratch(<double> call.desk_size * threads
-                                  + <double> call.part_size * (1 + call.slots))
+                                  + <double> call.part_size * (1 + call.slots)
+                                  + <double> lay_left_over(call, NULL))
     call.waiting = call.desks + call.desk_size * threads
+    lay_left_over(call, call.waiting + call.part_size * (1 + call.slots))
     try:
         if call.parts:
             call.order = new_order(call.slots, retire_part, call)
@@ -263,10 +288,11 @@ cdef int run(Call *call, int threads) except -1:
                 desk.ones[r] = 1.0
                 desk.scales[r] = call.scale
         with nogil:
-            for n in range(call.count):
-                if call.items[n].L < call.items[n].room:
-                    fill_absent(call, &call.items[n])
+            if call.absent:
+                parallel_for(fill_absent, call, call.count * call.heads, 1, threads)
             parallel_for(run_task, call, tasks, max(grain, 1), threads)
+            if call.left_over.count > 0:
+                parallel_for(redo_unit, call, call.left_over.count, 1, threads)
     finally:
         if call.order != NULL:
             free_order(call.order)
@@ -402,6 +428,14 @@ cdef void let_go(Views *x) noexcept:
 
 def attention(problem, int isa):
     """Write problem.out, and weights and lse where the problem has them."""
+    cdef qkv_float_mode found = qkv_enter_float_mode()
+    try:
+        attend(problem, isa)
+    finally:
+        qkv_leave_float_mode(found)
+
+
+cdef int attend(problem, int isa) except -1:
     cdef Call call
     cdef Views x
     q, k, v, mask, scale, shift, rules, out, weights, lse, threads, pages = <tuple> problem
@@ -436,6 +470,7 @@ def attention(problem, int isa):
         compute(&call, &x, shift, threads)
     finally:
         let_go(&x)
+    return 0
 
 
 include "plain.pxi"

@@ -25,7 +25,7 @@ cdef extern from "pool.h" nogil:
     qkv_order *qkv_order_new(Py_ssize_t slots, qkv_retire *retire, void *job)
     void qkv_order_free(qkv_order *order)
     int qkv_order_wait(qkv_order *order, Py_ssize_t index, int worker, qkv_run *run)
-    void qkv_order_done(qkv_order *order, Py_ssize_t index, int worker)
+    void qkv_order_done(qkv_order *order, Py_ssize_t index, int worker, qkv_run *run)
     void *qkv_alloc(size_t size)
     void qkv_free(void *block)
 
@@ -72,8 +72,8 @@ cdef int wait_turn(qkv_order *order, Py_ssize_t index, int worker, qkv_run *run)
     return qkv_order_wait(order, index, worker, run)
 
 
-cdef void take_turn(qkv_order *order, Py_ssize_t index, int worker) noexcept nogil:
-    qkv_order_done(order, index, worker)
+cdef void take_turn(qkv_order *order, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil:
+    qkv_order_done(order, index, worker, run)
 
 
 cdef void *scratch(double size) except NULL:

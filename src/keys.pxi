@@ -18,6 +18,7 @@ cdef struct Tile:
     Py_ssize_t first     # V: the tile's first row in its blocks,
     Py_ssize_t width     # columns of a block: PANEL, or all there are,
     bint blocks          # whether the rows of a block are side by side,
+    bint finite          # whether it had nothing to be cleaned of; the same of the tile before
     Py_ssize_t ld        # else the numbers from a row to the next; may be 0, or negative,
     Py_ssize_t depth     # and rows of a block: it starts depth numbers further for each column
 
@@ -104,6 +105,18 @@ cdef void score_panel(const Call *call, const Tile *keys, Py_ssize_t c, const fl
         call.ops.times(s, lds, m, columns, keys.scale + c)
 
 
+cdef void scale_panels(const Call *call, Desk *desk, Py_ssize_t n, Tile *keys) noexcept nogil:
+    """The n keys of a tile as the formula has them, scales and all: a score of integers may be
+    infinite where the formula's is not."""
+    cdef Py_ssize_t c
+    if keys.kind != QKV_FLOAT32:
+        call.ops.widen(keys.kind, keys.start, 0, desk.panels, 1,
+                       (n + PANEL - 1) // PANEL * PANEL * call.D)
+    for c from 0 <= c < n by PANEL:
+        call.ops.times(desk.panels + c * call.D, PANEL, call.D, PANEL, keys.scale + c)
+    keys.kind, keys.start, keys.scale = QKV_FLOAT32, <const char *> desk.panels, NULL
+
+
 # ---- values -------------------------------------------------------------------------------------
 
 cdef inline const char *rows_from(const Tile *values, Py_ssize_t column, Py_ssize_t j,
@@ -114,12 +127,12 @@ cdef inline const char *rows_from(const Tile *values, Py_ssize_t column, Py_ssiz
 
 
 cdef void take_values(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile,
-                      Py_ssize_t n, bint clean, Tile *values) noexcept nogil:
-    """The values of a tile; clean: with the entries that are not finite read as 0."""
+                      Py_ssize_t n, bint floats, Tile *values) noexcept nogil:
+    """The values of a tile; floats: in float32 (but for the scales of int8), not as they are stored."""
     cdef const int64_t *page
     cdef Py_ssize_t c, width, first
     values.scale, values.blocks = NULL, call.page > 0
-    if call.page == 0 and call.stored != QKV_FLOAT32 and at.item.direct and not clean and (
+    if call.page == 0 and call.stored != QKV_FLOAT32 and at.item.direct and not floats and (
             call.Dv % LANES == 0):  # few rows: as they are stored, 64 columns of a row at a time
         values.kind, values.first, values.width, values.depth = call.stored, 0, PANEL, 1
         values.ld = call.v_row // size_of(call.stored)
@@ -136,43 +149,55 @@ cdef void take_values(const Call *call, const Place *at, Desk *desk, Py_ssize_t 
         values.start = <const char *> page[1] + first * call.Dv * size_of(call.stored)
         if call.stored == QKV_INT8:
             values.scale = <const float *> page[3] + first + values.first
-        if call.stored != QKV_FLOAT32 and (at.m > FEW_ROWS or clean):
+        if call.stored != QKV_FLOAT32 and (at.m > FEW_ROWS or floats):
             for c from 0 <= c < call.Dv by PANEL:
                 width = min(PANEL, call.Dv - c)
                 call.ops.widen(call.stored, rows_from(values, c, 0, width), 0,
                                desk.v_rows + c * TILE, 1, n * width)
             values.kind, values.first, values.depth = QKV_FLOAT32, 0, TILE
             values.start = <const char *> desk.v_rows
-    if clean:
-        clean_tile(call, at, desk, tile, n, values)
 
 
-cdef void clean_tile(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile,
-                     Py_ssize_t n, Tile *values) noexcept nogil:
-    """A copy of the tile with its non-finite entries read as 0; marks the rows that may see one."""
-    cdef Py_ssize_t j, c, d, r, width
-    cdef const float *source
-    cdef float *target
-    cdef bint spoilt
-    for j in range(n):
-        spoilt = False
-        for c from 0 <= c < call.Dv by values.width:
-            width = min(values.width, call.Dv - c)
-            source = <const float *> rows_from(values, c, j, width)
-            target = desk.v_rows + c * TILE + j * width
-            for d in range(width):
-                spoilt = spoilt or not isfinite(source[d])
-                target[d] = source[d] if isfinite(source[d]) else 0.0
-        if values.scale != NULL:
-            spoilt = spoilt or not isfinite(values.scale[j])
+cdef bint is_finite(const Call *call, const Tile *values, Py_ssize_t first,
+                    Py_ssize_t n) noexcept nogil:
+    """Whether n rows of a tile of floats are."""
+    cdef Py_ssize_t j, c, width
+    for c from 0 <= c < call.Dv by values.width:
+        width = min(values.width, call.Dv - c)
+        if not call.ops.split_finite(<const float *> rows_from(values, c, first, width),
+                                     width if values.blocks else values.ld, NULL, NULL, n, width):
+            return False
+    for j in range(first, first + n if values.scale != NULL else first):
+        if not isfinite(values.scale[j]):
+            return False
+    return True
+
+
+cdef void clean_tile(const Call *call, Desk *desk, Py_ssize_t n, bint codes,
+                     Tile *values) noexcept nogil:
+    """The tile with its non-finite entries read as 0, and the codes of these entries."""
+    cdef Py_ssize_t j, c, d, width
+    # the tile before tells what to expect: a copy of what is finite is not worth its time
+    if values.finite and is_finite(call, values, 0, n):
+        return
+    values.finite = True
+    for c from 0 <= c < call.Dv by values.width:
+        width = min(values.width, call.Dv - c)
+        values.finite = call.ops.split_finite(
+            <const float *> rows_from(values, c, 0, width),
+            width if values.blocks else values.ld, desk.v_rows + c * TILE,
+            desk.v_codes + c * TILE if codes else NULL, n, width) and values.finite
+        for j in range(n if codes and values.scale != NULL else 0):
+            if not isfinite(values.scale[j]):  # a row of nothing but NaN
+                for d in range(width):
+                    desk.v_codes[c * TILE + j * width + d] = QKV_PLUS + QKV_MINUS
+    if values.scale != NULL:
+        for j in range(n):
+            values.finite = values.finite and isfinite(values.scale[j])
             desk.v_scale[j] = values.scale[j] if isfinite(values.scale[j]) else 0.0
-        if spoilt:
-            for r in range(at.m):
-                desk.part.spoilt[r] |= allowed(desk.rows + r, tile + j)
+        values.scale = desk.v_scale
     values.start, values.first, values.depth = <const char *> desk.v_rows, 0, TILE
     values.blocks = True
-    if values.scale != NULL:
-        values.scale = desk.v_scale
 
 
 cdef void add_values(const Call *call, Desk *desk, const Tile *values, Py_ssize_t r, Py_ssize_t m,
@@ -187,16 +212,3 @@ cdef void add_values(const Call *call, Desk *desk, const Tile *values, Py_ssize_
         times_product(call, values.kind, weights, lds, rows_from(values, c, start, width),
                       width if values.blocks else values.ld, desk.part.sums + r * call.Dv + c,
                       call.Dv, desk.factor + r, m, width, end - start)
-
-
-cdef void value_row(const Call *call, const Tile *values, Py_ssize_t j, float *row) noexcept nogil:
-    """One value of the tile as floats, row[Dv]."""
-    cdef Py_ssize_t c, d, width
-    for c from 0 <= c < call.Dv by values.width:
-        width = min(values.width, call.Dv - c)
-        if values.kind == QKV_FLOAT32:
-            memcpy(row + c, rows_from(values, c, j, width), width * sizeof(float))
-        else:
-            call.ops.widen(values.kind, rows_from(values, c, j, width), 0, row + c, 1, width)
-    for d in range(call.Dv if values.scale != NULL else 0):
-        row[d] *= values.scale[j]

@@ -19,7 +19,8 @@ from cpython.buffer cimport (
 from libc.string cimport memcpy, memset
 
 from qkv_ext._kernels cimport (
-    PANEL, TILE, parallel_for, qkv_kernels, qkv_run, release, scratch, stopped, table,
+    PANEL, TILE, parallel_for, qkv_enter_float_mode, qkv_float_mode, qkv_kernels,
+    qkv_leave_float_mode, qkv_run, release, scratch, stopped, table,
 )
 
 import numpy
@@ -40,6 +41,7 @@ cdef enum:
     FEW_ROWS = 384       # then rows down to so many or less, then panels again
     BLOCK = 192          # rows of a that meet all panels of a task before the next do
     PACK_ROWS = 16       # from here on packing a panel of b pays
+    COLUMNS = 65536      # of b, read in place, between two looks at the signals
     SMALL_WORK = 100000  # multiplications below which no other thread is woken up
 
 
@@ -103,7 +105,7 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
         b = <const float *> item_of(call, &call.b, item)
         ldb = row_stride(&call.b)
         if not call.pack:  # few rows use b: it is read in place
-            width, step = end - start, ldb
+            width, step = COLUMNS, ldb
     for t from 0 <= t < max(call.K, 1) by TILE:  # K may be 0: zeros
         depth = min(TILE, call.K - t)
         if call.pack:
@@ -185,6 +187,7 @@ def product(problem, int isa):
     cdef Py_buffer bias_view
     cdef Py_ssize_t items = 1, axis
     a, b, packed, bias, out, threads = problem
+    cdef qkv_float_mode found = qkv_enter_float_mode()
     memset(&call, 0, sizeof(Call))
     memset(&bias_view, 0, sizeof(Py_buffer))
     try:
@@ -208,6 +211,7 @@ def product(problem, int isa):
         PyBuffer_Release(&call.b)
         PyBuffer_Release(&call.out)
         PyBuffer_Release(&bias_view)
+        qkv_leave_float_mode(found)
 
 
 # ---- the plain call -----------------------------------------------------------------------------
@@ -246,6 +250,7 @@ def plain(a, b, bias, Py_ssize_t columns, int least, int threads, int isa):
     cdef Py_buffer a_view, b_view, bias_view, out_view
     cdef Matrix a_matrix, out_matrix
     cdef Py_ssize_t K, M, N
+    cdef qkv_float_mode found = qkv_enter_float_mode()
     memset(&call, 0, sizeof(Call))
     memset(&a_view, 0, sizeof(Py_buffer))
     memset(&b_view, 0, sizeof(Py_buffer))
@@ -281,3 +286,4 @@ def plain(a, b, bias, Py_ssize_t columns, int least, int threads, int isa):
         PyBuffer_Release(&b_view)
         PyBuffer_Release(&bias_view)
         PyBuffer_Release(&out_view)
+        qkv_leave_float_mode(found)

@@ -3,15 +3,24 @@
 
 cdef bint walk_split(const Call *call, const Place *at, Desk *desk, int worker,
                      qkv_run *run) noexcept nogil:
-    """The sums of a split; False where the run was stopped.
-
-    Where one of them is not finite, once more, with V cleaned.
-    """
-    if not walk(call, at, desk, False, NULL, worker, run):
+    """The sums of a split, and what V has to do with those that are not finite; False where the run
+    was stopped."""
+    cdef float *sums
+    cdef Py_ssize_t r
+    if not walk(call, at, desk, AS_IT_IS, NULL, worker, run):
         return False
     if call.ops.scaled(desk.part.sums, call.Dv, desk.ones, desk.part.sums, call.Dv, at.m, call.Dv):
         return True
-    return walk(call, at, desk, True, NULL, worker, run)
+    for r in range(at.m):
+        sums = desk.part.sums + r * call.Dv
+        desk.todo[r] = DONE if call.ops.scaled(sums, call.Dv, desk.ones, sums, call.Dv, 1,
+                                               call.Dv) else PENDING
+    return look_at_values(call, at, desk, worker, run)
+
+
+cdef inline void take_split(Place *at, Py_ssize_t n) noexcept nogil:
+    at.first_key = n * SPLIT
+    at.end_key = min(at.item.S, at.first_key + SPLIT)
 
 
 cdef bint walk_splits(const Call *call, Place *at, Desk *desk, int worker,
@@ -21,8 +30,7 @@ cdef bint walk_splits(const Call *call, Place *at, Desk *desk, int worker,
     cdef Part part = desk.part
     extent(desk.rows, at.m, &lo, &hi)
     for n in range(at.item.passes):
-        at.first_key = n * SPLIT
-        at.end_key = min(at.item.S, at.first_key + SPLIT)
+        take_split(at, n)
         if n > 0 and (hi <= at.first_key or at.end_key <= lo):
             continue  # to merge nothing changes no bit
         if not walk_split(call, at, desk, worker, run):
@@ -31,7 +39,7 @@ cdef bint walk_splits(const Call *call, Place *at, Desk *desk, int worker,
             copy_part(call, &part, &desk.total, at.m)
         else:
             merge_part(call, &part, &desk.total, at.m)
-    desk.part = desk.total
+    desk.part, desk.total = desk.total, part
     return True
 
 
@@ -47,7 +55,7 @@ cdef void copy_part(const Call *call, const Part *source, Part *target,
     memcpy(target.sums, source.sums, m * call.Dv * sizeof(float))
     memcpy(target.max, source.max, m * sizeof(float))
     memcpy(target.sum, source.sum, m * sizeof(float))
-    memcpy(target.spoilt, source.spoilt, m)
+    memcpy(target.nonfinite_v, source.nonfinite_v, m)
 
 
 cdef void merge_part(const Call *call, const Part *right, Part *left, Py_ssize_t m) noexcept nogil:
@@ -67,12 +75,12 @@ cdef void merge_part(const Call *call, const Part *right, Part *left, Py_ssize_t
             sums[d] = sums[d] * keep + more[d] * add
         left.sum[r] = left.sum[r] * keep + right.sum[r] * add
         left.max[r] = top
-        left.spoilt[r] |= right.spoilt[r]
+        left.nonfinite_v[r] |= right.nonfinite_v[r]
 
 
-cdef void retire_part(void *job, Py_ssize_t index, int worker) noexcept nogil:
+cdef void retire_part(void *job, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil:
     """The next part in order joins the total of its rows; the last one finishes them."""
-    cdef const Call *call = <const Call *> job
+    cdef Call *call = <Call *> job
     cdef Place at
     cdef Part total, part
     cdef Desk desk
@@ -94,4 +102,5 @@ cdef void retire_part(void *job, Py_ssize_t index, int worker) noexcept nogil:
         lay_desk(call, call.desks + worker * call.desk_size, &desk)
         start_rows(call, &at, &desk)
         desk.part = total
-        finish_rows(call, &at, &desk, True)
+        if not finish_rows(call, &at, &desk, False, worker, run):
+            leave_over(call, &at, &desk)

@@ -27,10 +27,12 @@ def plain(q, k, v, bint causal, int threads, int isa):
     """
     cdef Call call
     cdef Views x
+    cdef qkv_float_mode found
     if not (is_plain(q) and is_plain(k) and is_plain(v)):
         return None
     memset(&call, 0, sizeof(Call))
     memset(&x, 0, sizeof(Views))
+    found = qkv_enter_float_mode()
     try:
         PyObject_GetBuffer(q, &x.q, PyBUF_STRIDES)
         PyObject_GetBuffer(k, &x.k, PyBUF_STRIDES)
@@ -46,3 +48,4 @@ def plain(q, k, v, bint causal, int threads, int isa):
         return out
     finally:
         let_go(&x)
+        qkv_leave_float_mode(found)

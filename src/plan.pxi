@@ -34,8 +34,10 @@ cdef Py_ssize_t plan(Call *call) noexcept nogil:
         tasks += own
         if item.splits > 1:
             call.parts += own
+            call.units += call.kv_heads
         call.block = max(call.block, item.block)
         call.longest = max(call.longest, item.S)
+        call.absent = call.absent or item.L < item.room
         if item.blocks > 1 and call.page == 0:
             call.keys = max(call.keys, (item.S + TILE - 1) // TILE * TILE)
         elif not item.direct:

@@ -95,103 +95,11 @@ cdef void extent(const qkv_row *rows, Py_ssize_t m, Py_ssize_t *lo, Py_ssize_t *
             hi[0] = max(hi[0], rows[r].hi)
 
 
-cdef void scale_panels(const Call *call, Desk *desk, Py_ssize_t n, Tile *keys) noexcept nogil:
-    """The n keys of a tile as the formula has them, scales and all: a score of integers may be
-    infinite where the formula's is not."""
-    cdef Py_ssize_t c
-    if keys.kind != QKV_FLOAT32:
-        call.ops.widen(keys.kind, keys.start, 0, desk.panels, 1,
-                       (n + PANEL - 1) // PANEL * PANEL * call.D)
-    for c from 0 <= c < n by PANEL:
-        call.ops.times(desk.panels + c * call.D, PANEL, call.D, PANEL, keys.scale + c)
-    keys.kind, keys.start, keys.scale = QKV_FLOAT32, <const char *> desk.panels, NULL
-
-
-cdef Py_ssize_t line_of(const Call *call, const Place *at, Desk *desk, Py_ssize_t r,
-                        Py_ssize_t tile) noexcept nogil:
-    """The scores of a row in a tile into desk.line, -inf for what is not allowed; how many are."""
-    cdef qkv_row *row = &desk.rows[r]
-    cdef float *line = desk.line
-    cdef Py_ssize_t n = min(TILE, row.hi - tile), c, j, ld, count = 0
-    cdef const float *k
-    cdef Tile keys
-    if call.page:
-        take_keys(call, at, desk, tile, &keys)
-        if keys.scale != NULL:
-            scale_panels(call, desk, n, &keys)
-        for c from 0 <= c < n by PANEL:
-            score_panel(call, &keys, c, desk.q + r * call.D, 1, line + c, TILE, min(PANEL, n - c),
-                        desk.ones)
-    else:
-        k = rows_of(call, at.k, call.k_row, tile, n, call.D, desk.k_rows, &ld)
-        call.ops.dots(desk.q + r * call.D, call.D, k, ld, line, TILE, 1, n, call.D)
-    call.ops.adjust(line, n, tile, row)
-    for j in range(n):
-        if allowed(row, tile + j):
-            count += 1
-        else:
-            line[j] = -INFINITY
-    return count
-
-
-cdef void plain_row(const Call *call, const Place *at, Desk *desk, Py_ssize_t r, float sink,
-                    float *out, float *lse) noexcept nogil:
-    """The plain formula over the allowed keys of one row, in key order; zeros where there are none.
-
-    Weights are divided by the denominator before they meet V, as the formula has it, so that what
-    is finite there is finite here.  The scores are computed again for each of its three passes.
-    """
-    cdef qkv_row *row = &desk.rows[r]
-    cdef float *line = desk.line
-    # a row without keys looks at no tile: the page of one may have been dropped
-    cdef Py_ssize_t start = row.lo // TILE * TILE if row.lo < row.hi else row.hi
-    cdef Py_ssize_t tile, j, d, n, count = 0
-    cdef float top = sink, sum, weight
-    cdef Tile values
-    for tile from start <= tile < row.hi by TILE:  # pass 1: the maximum
-        count += line_of(call, at, desk, r, tile)
-        for j in range(min(TILE, row.hi - tile)):
-            if line[j] > top or isnan(line[j]):
-                top = line[j]  # once NaN, nothing is larger
-    if row.scores != NULL:
-        memset(row.scores, 0, call.S * sizeof(float))
-    for d in range(call.Dv):
-        out[d] = 0.0
-    if count == 0:
-        lse[0] = sink
-        return
-    sum = expf(sink - top) if call.sinks != NULL else 0.0
-    for tile from start <= tile < row.hi by TILE:  # pass 2: the denominator
-        n = min(TILE, row.hi - tile)
-        line_of(call, at, desk, r, tile)
-        call.ops.weights(line, top, 1.0, line, n)
-        for j in range(n):
-            if allowed(row, tile + j):
-                sum += line[j]
-    lse[0] = top + logf(sum)
-    for d in range(call.Dv if isnan(sum) else 0):
-        out[d] = NAN
-    for tile from start <= tile < row.hi by TILE:  # pass 3: the weights and the output
-        n = min(TILE, row.hi - tile)
-        line_of(call, at, desk, r, tile)
-        call.ops.weights(line, top, 1.0, line, n)
-        take_values(call, at, desk, tile, n, False, &values)
-        for j in range(n):
-            if not allowed(row, tile + j):
-                continue
-            weight = line[j] / sum
-            if row.scores != NULL:
-                row.scores[tile + j] = weight
-            if not isnan(sum):
-                value_row(call, &values, j, desk.value)
-                for d in range(call.Dv):
-                    out[d] += weight * desk.value[d]
-
-
-cdef bint find_factors(const Call *call, const Place *at, Desk *desk) noexcept nogil:
+cdef bint find_factors(const Call *call, const Place *at, Desk *desk, bint again) noexcept nogil:
     """factor = 1 / sum for every row, with sinks, and lse; returns whether the sums settle all.
 
-    NaN for a row that summed up nothing, most often for want of an allowed key, or is spoilt.
+    NaN for a row that summed up nothing, most often for want of an allowed key.
+    again: for the rows alone that are pending.
     """
     cdef Part *part = &desk.part
     cdef Py_ssize_t r, i, h
@@ -201,8 +109,10 @@ cdef bint find_factors(const Call *call, const Place *at, Desk *desk) noexcept n
     for r in range(at.m):
         if r > 0:
             next_row(call, at, &h, &i)
+        if again and desk.todo[r] != PENDING:
+            continue
         top, sum, factor = part.max[r], part.sum[r], 1.0
-        fine = sum > 0.0 and not part.spoilt[r]
+        fine = sum > 0.0
         if call.sinks != NULL:
             sink = call.sinks[h]
             fine = fine and isfinite(top) and not (isnan(sink) or sink == INFINITY)
@@ -245,59 +155,82 @@ cdef bint scale_rows(const Call *call, const Place *at, Desk *desk) noexcept nog
     return fine
 
 
-cdef bint finish_rows(const Call *call, const Place *at, Desk *desk, bint last) noexcept nogil:
-    """out = sums / sum, with sinks, weights and lse; returns whether every row came out right.
+cdef bint finish_rows(const Call *call, const Place *at, Desk *desk, bint again, int worker,
+                      qkv_run *run) noexcept nogil:
+    """out = sums / sum, with sinks, weights and lse; returns whether no row has more to do.
 
-    A row that summed up nothing is left to the plain formula; a row whose sums are not finite only
-    where this is the last try.
+    A row that summed up nothing is settled; one whose sums are not finite is pending.
+    again: the rows that are pending already, and there is no other way for them but to be settled.
     """
     cdef const Item *item = at.item
     cdef Part *part = &desk.part
     cdef Py_ssize_t r, i, h
-    cdef char *target
-    cdef float *row_out
-    cdef float lse = 0.0
+    cdef float *out
     cdef qkv_row *row
     cdef bint all_fine, fine, right = True
-    all_fine = find_factors(call, at, desk) and scale_rows(call, at, desk)
+    all_fine = find_factors(call, at, desk, again) and not again and scale_rows(call, at, desk)
     if all_fine and item.weights == NULL and call.kind == QKV_FLOAT32:
         return True
     first_row(call, at, &h, &i)
     for r in range(at.m):
         if r > 0:
             next_row(call, at, &h, &i)
-        target = item.out + h * call.out_head + i * call.out_row
-        row_out = <float *> target if call.kind == QKV_FLOAT32 else desk.values + r * call.Dv
         row = &desk.rows[r]
-        fine = all_fine or (not isnan(desk.factor[r])
-                            and call.ops.scaled(part.sums + r * call.Dv, call.Dv, desk.factor + r,
-                                                row_out, call.Dv, 1, call.Dv))
-        if fine and row.scores != NULL:
-            call.ops.weights(row.scores + row.lo, part.max[r], desk.factor[r],
-                             row.scores + row.lo, row.hi - row.lo)
-            memset(row.scores, 0, row.lo * sizeof(float))
-            memset(row.scores + row.hi, 0, (call.S - row.hi) * sizeof(float))
-        elif not fine and (last or part.sum[r] == 0.0):  # which needs no other try
-            plain_row(call, at, desk, r, -INFINITY if call.sinks == NULL else call.sinks[h],
-                      row_out, &lse)
-            if item.lse != NULL:
-                lse_of(call, at, h, i)[0] = lse
-        elif not fine:
-            right = False
-            continue
-        if call.kind != QKV_FLOAT32:
-            call.ops.narrow(call.kind, row_out, <uint16_t *> target, call.Dv)
+        if (row.scores != NULL or not all_fine) and stopped(run, worker):
+            return True
+        if not again or desk.todo[r] == PENDING:
+            out = row_out(call, at, desk, r, h, i)
+            fine = all_fine or (not isnan(desk.factor[r])
+                                and call.ops.scaled(part.sums + r * call.Dv, call.Dv,
+                                                    desk.factor + r, out, call.Dv, 1, call.Dv))
+            desk.todo[r] = DONE if fine else PENDING
+            if fine:
+                write_weights(call, row, part.max[r], desk.factor[r])
+            elif again or part.sum[r] == 0.0:
+                settle_row(call, at, desk, r, h, i, out)
+            if desk.todo[r] == DONE:
+                store_row(call, at, desk, r, h, i)
+        right = right and desk.todo[r] == DONE
     return right
 
 
-cdef void fill_absent(const Call *call, const Item *item) noexcept nogil:
+cdef inline float *row_out(const Call *call, const Place *at, Desk *desk, Py_ssize_t r,
+                           Py_ssize_t h, Py_ssize_t i) noexcept nogil:
+    """Where the floats of an output row go: to the output, unless that is of 16 bits."""
+    if call.kind != QKV_FLOAT32:
+        return desk.values + r * call.Dv
+    return <float *> (at.item.out + h * call.out_head + i * call.out_row)
+
+
+cdef inline void store_row(const Call *call, const Place *at, Desk *desk, Py_ssize_t r,
+                           Py_ssize_t h, Py_ssize_t i) noexcept nogil:
+    """An output row of 16 bits, from its floats."""
+    if call.kind != QKV_FLOAT32:
+        call.ops.narrow(call.kind, desk.values + r * call.Dv,
+                        <uint16_t *> (at.item.out + h * call.out_head + i * call.out_row), call.Dv)
+
+
+cdef void write_weights(const Call *call, qkv_row *row, float top, float factor) noexcept nogil:
+    """The weights of a row in the place of its scores, once."""
+    if row.scores != NULL:
+        call.ops.weights(row.scores + row.lo, top, factor, row.scores + row.lo, row.hi - row.lo)
+        memset(row.scores, 0, row.lo * sizeof(float))
+        memset(row.scores + row.hi, 0, (call.S - row.hi) * sizeof(float))
+        row.scores = NULL
+
+
+cdef void fill_absent(void *job, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil:
     """Rows past the item's own length are no rows: output 0, weights 0, lse -inf."""
-    cdef Py_ssize_t h, i, size = call.Dv * (4 if call.kind == QKV_FLOAT32 else 2)
-    for h in range(call.heads):
-        for i in range(item.L, item.room):
-            memset(item.out + h * call.out_head + i * call.out_row, 0, size)
-            if item.weights != NULL:
-                memset(item.weights + h * call.weights_head + i * call.weights_row, 0,
-                       call.S * sizeof(float))
-            if item.lse != NULL:
-                (<float *> (item.lse + h * call.lse_head + i * call.lse_row))[0] = -INFINITY
+    cdef const Call *call = <const Call *> job
+    cdef const Item *item = &call.items[index // call.heads]
+    cdef Py_ssize_t h = index % call.heads, i
+    cdef Py_ssize_t size = call.Dv * (4 if call.kind == QKV_FLOAT32 else 2)
+    for i in range(item.L, item.room):
+        memset(item.out + h * call.out_head + i * call.out_row, 0, size)
+        if item.weights != NULL:
+            if stopped(run, worker):
+                return
+            memset(item.weights + h * call.weights_head + i * call.weights_row, 0,
+                   call.S * sizeof(float))
+        if item.lse != NULL:
+            (<float *> (item.lse + h * call.lse_head + i * call.lse_row))[0] = -INFINITY

@@ -1,12 +1,21 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
 # cython: cdivision=True, freethreading_compatible=True
-"""Stable softmax over contiguous rows, shared out by blocks of rows: y = exp(x - max) / sum."""
+"""Stable softmax over contiguous rows, shared out by blocks of rows: y = exp(x - max) / sum.
+
+A row that is long is computed piece by piece, its sums added up from left to right, so that a signal
+does not wait for it.
+"""
 
 from cpython.buffer cimport (
     PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_IsContiguous, PyBuffer_Release, PyObject_GetBuffer,
 )
 
-from qkv_ext._kernels cimport parallel_for, qkv_kernels, qkv_run, table
+from libc.math cimport INFINITY, isnan
+
+from qkv_ext._kernels cimport (
+    parallel_for, qkv_enter_float_mode, qkv_float_mode, qkv_kernels, qkv_leave_float_mode, qkv_run,
+    stopped, table,
+)
 
 import numpy
 
@@ -22,6 +31,7 @@ cdef object empty = numpy.empty
 cdef enum:
     PER_TASK = 16384     # numbers of a task, about 20 us
     SMALL_WORK = 32768   # numbers below which no other thread is woken up
+    PIECE = 262144       # numbers of a row between two looks at the signals
 
 
 cdef struct Call:
@@ -35,7 +45,31 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
     cdef const Call *call = <const Call *> job
     cdef Py_ssize_t first = index * call.per_task, row
     for row in range(first, min(first + call.per_task, call.rows)):
-        call.ops.softmax(call.x + row * call.n, call.out + row * call.n, call.n)
+        if call.n > PIECE:
+            long_row(call, call.x + row * call.n, call.out + row * call.n, worker, run)
+        else:
+            call.ops.softmax(call.x + row * call.n, call.out + row * call.n, call.n)
+
+
+cdef void long_row(const Call *call, const float *x, float *out, int worker,
+                   qkv_run *run) noexcept nogil:
+    """The softmax of one row, unless the run is stopped."""
+    cdef Py_ssize_t j
+    cdef float top = -INFINITY, sum = 0.0, part, factor
+    for j from 0 <= j < call.n by PIECE:  # pass 1: the maximum; once NaN, nothing is larger
+        if stopped(run, worker):
+            return
+        part = call.ops.largest(x + j, min(PIECE, call.n - j))
+        top = part if part > top or isnan(part) else top
+    for j from 0 <= j < call.n by PIECE:  # pass 2: exp(x - max), and their sum
+        if stopped(run, worker):
+            return
+        sum += call.ops.exp_and_sum(x + j, top, out + j, min(PIECE, call.n - j))
+    factor = 1.0 / sum
+    for j from 0 <= j < call.n by PIECE:  # pass 3: the weights
+        if stopped(run, worker):
+            return
+        call.ops.scaled(out + j, 0, &factor, out + j, 0, 1, min(PIECE, call.n - j))
 
 
 cdef int run(Call *call, const Py_buffer *x, const Py_buffer *out, int threads, int isa) except -1:
@@ -60,8 +94,10 @@ def softmax(problem, int isa):
     """Write problem.out, the softmax of the rows of problem.x; both are contiguous."""
     cdef Call call
     cdef Py_buffer x, out
+    cdef qkv_float_mode found
     x_array, out_array, threads = problem
     PyObject_GetBuffer(x_array, &x, PyBUF_STRIDES)
+    found = qkv_enter_float_mode()
     try:
         PyObject_GetBuffer(out_array, &out, PyBUF_STRIDES | PyBUF_WRITABLE)
         try:
@@ -70,15 +106,18 @@ def softmax(problem, int isa):
             PyBuffer_Release(&out)
     finally:
         PyBuffer_Release(&x)
+        qkv_leave_float_mode(found)
 
 
 def plain(array, int threads, int isa):
     """The softmax over the last axis where the array can be taken as it is, else None."""
     cdef Call call
     cdef Py_buffer x, out
+    cdef qkv_float_mode found
     if type(array) is not ndarray or array.dtype is not float32:
         return None
     PyObject_GetBuffer(array, &x, PyBUF_STRIDES)
+    found = qkv_enter_float_mode()
     try:
         if (not 0 < x.ndim <= MOST or <size_t> x.buf % sizeof(float)
                 or not PyBuffer_IsContiguous(&x, b"C")):
@@ -92,3 +131,4 @@ def plain(array, int threads, int isa):
         return output
     finally:
         PyBuffer_Release(&x)
+        qkv_leave_float_mode(found)

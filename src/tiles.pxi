@@ -15,7 +15,7 @@ cdef size_t lay_part(const Call *call, char *memory, Part *part) noexcept nogil:
     part.sums = <float *> carve(&at, call.block * call.Dv, sizeof(float))
     part.max = <float *> carve(&at, call.block, sizeof(float))
     part.sum = <float *> carve(&at, call.block, sizeof(float))
-    part.spoilt = <uint8_t *> carve(&at, call.block, sizeof(uint8_t))
+    part.nonfinite_v = <uint8_t *> carve(&at, call.block, sizeof(uint8_t))
     return at - memory
 
 
@@ -38,16 +38,29 @@ cdef size_t lay_desk(const Call *call, char *memory, Desk *desk) noexcept nogil:
     desk.panels = <float *> carve(&at, call.keys * call.D, sizeof(float))
     desk.k_rows = <float *> carve(&at, TILE * call.D, sizeof(float))
     desk.v_rows = <float *> carve(&at, TILE * call.Dv, sizeof(float))
-    desk.value = <float *> carve(&at, call.Dv, sizeof(float))
     desk.v_scale = <float *> carve(&at, TILE + LANES, sizeof(float))
-    desk.line = <float *> carve(&at, TILE + LANES, sizeof(float))
+    # from here on what most calls never touch
+    desk.todo = <uint8_t *> carve(&at, call.block, sizeof(uint8_t))
+    desk.top = <float *> carve(&at, call.block, sizeof(float))
+    desk.inverse = <float *> carve(&at, call.block, sizeof(float))
+    desk.v_codes = <float *> carve(&at, TILE * call.Dv, sizeof(float))
+    desk.admitted = <float *> carve(&at, call.block * (TILE + LANES), sizeof(float))
+    desk.met = <float *> carve(&at, call.block * call.Dv, sizeof(float))
     return at - memory
 
 
 # ---- a task: tiles of keys ----------------------------------------------------------------------
 
+# How a walk takes V and the weights.
+cdef enum:
+    AS_IT_IS             # running maximum and sums
+    CLEAN                # the same, the entries of V that are not finite read as 0
+    EXACT                # final maximum and denominator, such entries as the formula has them
+    SCORES_ALONE         # running maximum and sum of the weights, without V
+
+
 cdef void find_columns(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile,
-                       Py_ssize_t n, Py_ssize_t step, bint whole) noexcept nogil:
+                       Py_ssize_t n, Py_ssize_t step, bint whole, int how) noexcept nogil:
     """The columns start <= c < end of a tile that each step rows need, from a panel on; or none.
 
     whole: all rows see all of it.
@@ -59,6 +72,8 @@ cdef void find_columns(const Call *call, const Place *at, Desk *desk, Py_ssize_t
             extent(desk.rows + r, min(step, at.m - r), &lo, &hi)
             end = min(n, hi - tile)
             start = max(lo - tile, 0) // PANEL * PANEL
+        if how != AS_IT_IS and not any_to_do(at, desk, r, min(step, at.m - r), how):
+            end = 0
         desk.start[r] = start
         desk.end[r] = end if start < end else 0
 
@@ -78,6 +93,8 @@ cdef void score_tile(const Call *call, const Place *at, Desk *desk, Py_ssize_t t
                           call.D)
         return
     take_keys(call, at, desk, tile, &keys)
+    if at.scaled and keys.scale != NULL:
+        scale_panels(call, desk, n, &keys)
     for c from 0 <= c < n by PANEL:
         for r from 0 <= r < at.m by step:
             if desk.start[r] <= c < desk.end[r]:
@@ -114,26 +131,42 @@ cdef void soften(const Call *call, Desk *desk, Py_ssize_t r, Py_ssize_t m, Py_ss
             fetch(call, next, i, i + step)
 
 
-cdef bint walk(const Call *call, const Place *at, Desk *desk, bint clean, const Place *next,
+cdef void start_walk(const Call *call, const Place *at, Desk *desk, Py_ssize_t step,
+                     int how) noexcept nogil:
+    """Nothing summed up yet, for the rows that the walk is to compute."""
+    cdef Py_ssize_t r, first, m
+    if how == AS_IT_IS:
+        memset(desk.part.nonfinite_v, 0, at.m)
+    for first from 0 <= first < at.m by step:
+        m = min(step, at.m - first)
+        if how != AS_IT_IS and not any_to_do(at, desk, first, m, how):
+            continue
+        memset(desk.part.sums + first * call.Dv, 0, m * call.Dv * sizeof(float))
+        for r in range(first, first + m):
+            desk.part.max[r] = -INFINITY
+            desk.part.sum[r] = 0.0
+
+
+cdef bint walk(const Call *call, const Place *at, Desk *desk, int how, const Place *next,
                int worker, qkv_run *run) noexcept nogil:
     """The task's rows over the key tiles of its split; False where the run was stopped.
 
-    clean: with the non-finite entries of V read as 0, in the same order and by the same kernels.
+    But for AS_IT_IS only the rows that have it to do, and those beside them, in the same order and by
+    the same kernels.
     next: a task of another head whose arrays are fetched during the last tile, or NULL.
     """
-    cdef Py_ssize_t lo, hi, tile, n, step, r, m
+    cdef Py_ssize_t lo, hi, tile, n, step, r, m, group
     cdef Py_ssize_t common_lo = 0, common_hi = at.item.S
-    cdef bint whole
+    cdef bint whole, raw
     cdef Tile values
     cdef const qkv_row *row
+    values.finite = True
     for r in range(at.m):
         row = &desk.rows[r]
-        desk.part.max[r] = -INFINITY
-        desk.part.sum[r] = 0.0
         common_lo = max(common_lo, row.lo)
         common_hi = min(common_hi, row.hi)
-    memset(desk.part.sums, 0, at.m * call.Dv * sizeof(float))
-    memset(desk.part.spoilt, 0, at.m)
+    group = at.m if at.item.direct or how == AS_IT_IS else call.ops.rows
+    start_walk(call, at, desk, group, how)
     extent(desk.rows, at.m, &lo, &hi)
     lo = max(lo, at.first_key)
     hi = min(hi, at.end_key)
@@ -143,13 +176,25 @@ cdef bint walk(const Call *call, const Place *at, Desk *desk, bint clean, const 
         n = min(TILE, hi - tile)
         # all rows at once where they all see the whole tile, or a few in any case
         whole = common_lo <= tile and tile + n <= common_hi
-        step = at.m if whole or at.item.direct else call.ops.rows
-        find_columns(call, at, desk, tile, n, step, whole)
+        step = group if whole or at.item.direct else call.ops.rows
+        find_columns(call, at, desk, tile, n, step, whole, how)
         score_tile(call, at, desk, tile, n, step)
-        take_values(call, at, desk, tile, n, clean, &values)
+        # where no row is denied a key the product does with V what the formula does
+        raw = how == AS_IT_IS or (how == EXACT and whole and at.item.mask == NULL)
+        if how != SCORES_ALONE:
+            take_values(call, at, desk, tile, n, not raw, &values)
+            if not raw:
+                clean_tile(call, desk, n, how == EXACT, &values)
         for r from 0 <= r < at.m by step:
-            if desk.end[r] > 0:
-                m = min(step, at.m - r)
+            if desk.end[r] == 0:
+                continue
+            m = min(step, at.m - r)
+            if how == EXACT:
+                weigh_rows(call, desk, r, m, tile)
+                if not raw:
+                    add_nonfinite(call, desk, &values, r, m, tile)
+            else:
                 soften(call, desk, r, m, tile, next if tile + TILE >= hi else NULL)
+            if how != SCORES_ALONE:
                 add_values(call, desk, &values, r, m, desk.start[r], desk.end[r])
     return True

@@ -13,6 +13,7 @@
 #ifndef QKV_KERNELS_H
 #define QKV_KERNELS_H
 
+#include <float.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -26,6 +27,9 @@ enum { PANEL = 64, TILE = 256, LANES = 16 /* the widest vector; every width divi
 
 /* How numbers are stored; everything is computed in float32. */
 enum { QKV_FLOAT32, QKV_FLOAT16, QKV_BFLOAT16, QKV_INT8 };
+
+/* Codes of what is not finite: whole numbers, so that sums over a tile tell how often each was met. */
+enum { QKV_PLUS = 1, QKV_MINUS = 4096 };
 
 /* The rules that a query row obeys on its way through the key tiles. */
 typedef struct {
@@ -84,8 +88,19 @@ typedef struct {
     int (*scaled)(const float *x, ptrdiff_t ldx, const float *factor, float *y, ptrdiff_t ldy,
                   ptrdiff_t m, ptrdiff_t n);
 
+    /* The finite entries of x[m, n] ldx as finite[m, n] n, 0 in the place of others, and what the others
+       are as code[m, n] n: 0 finite, QKV_PLUS infinity, QKV_MINUS -infinity, both together NaN.
+       Returns whether all of x is finite.  finite may be x; code may be NULL, or both of them. */
+    int (*split_finite)(const float *x, ptrdiff_t ldx, float *finite, float *code, ptrdiff_t m,
+                        ptrdiff_t n);
+
     /* y[n] = factor exp(x[n] - max). */
     void (*weights)(const float *x, float max, float factor, float *y, ptrdiff_t n);
+
+    /* The maximum of x[n], and y[n] = exp(x[n] - max) with its sum: pieces of a softmax.  Where x holds
+       a NaN, or nothing but -inf, the sum is NaN. */
+    float (*largest)(const float *x, ptrdiff_t n);
+    float (*exp_and_sum)(const float *x, float max, float *y, ptrdiff_t n);
 
     /* y[n] = softmax(x[n]): the plain formula, NaN where it is NaN. */
     void (*softmax)(const float *x, float *y, ptrdiff_t n);

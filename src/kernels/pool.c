@@ -2,6 +2,8 @@
 #define _GNU_SOURCE
 #include "pool.h"
 
+#include "float_mode.h"
+
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -41,10 +43,12 @@ static int64_t milliseconds(void) {
 /* Counts the forks that led to this process: a signal handler that poll runs may fork. */
 static unsigned forks;
 
+enum { POLL_MS = 20 };
+
 int qkv_stopped(qkv_run *run, int worker) {
     if (worker == 0 && run->poll) {
         int64_t now = milliseconds();
-        if (now - run->polled >= 20) {
+        if (now - run->polled >= POLL_MS) {
             int stop = run->poll() ? QKV_STOPPED : 0;
             run->polled = now;
             if (run->shared && run->forks != forks) stop = QKV_FORKED;
@@ -106,6 +110,7 @@ static struct {
 THREAD_MAIN worker_main(void *unused) {
     unsigned seen = 0;
     (void)unused;
+    qkv_enter_float_mode(); /* a thread is born with the mode of whoever started it */
     lock(&pool.lock);
     for (;;) {
         while (!(pool.run && pool.seats > 0 && pool.turn != seen)) {
@@ -189,7 +194,13 @@ static void share(qkv_run *run, int threads) {
     unlock(&pool.lock);
     for (int i = 0; i < SPINS && atomic_load(&pool.working) > 0; i++) relax();
     lock(&pool.lock);
-    while (pool.working > 0) sleep_on(&pool.idle, &pool.lock);
+    while (pool.working > 0) { /* the others may have long tasks yet: signals are seen meanwhile */
+        nap_on(&pool.idle, &pool.lock, POLL_MS);
+        unlock(&pool.lock);
+        qkv_stopped(run, 0);
+        if (run->forks != forks) return;
+        lock(&pool.lock);
+    }
     unlock(&pool.lock);
     atomic_store(&pool.taken, 0);
 }
@@ -239,12 +250,12 @@ static int whose_turn_is_filled(qkv_order *order) {
    fills and then looks whether the other is busy, the other lets go and then looks what is filled:
    it takes exchanges, since emulators of Arm on x86 let a load overtake a store before it, seq_cst
    or not, and the last part would be left behind. */
-static void retire_in_turn(qkv_order *order, int worker) {
+static void retire_in_turn(qkv_order *order, int worker, qkv_run *run) {
     while (whose_turn_is_filled(order)) {
         if (atomic_exchange(&order->busy, 1)) return;
         while (whose_turn_is_filled(order)) {
             ptrdiff_t index = atomic_load(&order->retired);
-            order->retire(order->job, index, worker);
+            order->retire(order->job, index, worker, run);
             atomic_store(&order->filled[index % order->slots], 0);
             atomic_store(&order->retired, index + 1);
         }
@@ -255,7 +266,7 @@ static void retire_in_turn(qkv_order *order, int worker) {
 int qkv_order_wait(qkv_order *order, ptrdiff_t index, int worker, qkv_run *run) {
     for (int tries = 0; index - atomic_load(&order->retired) >= order->slots; tries++) {
         if (qkv_stopped(run, worker)) return 1;
-        retire_in_turn(order, worker);
+        retire_in_turn(order, worker, run);
         if (tries < SPINS)
             relax();
         else
@@ -264,9 +275,9 @@ int qkv_order_wait(qkv_order *order, ptrdiff_t index, int worker, qkv_run *run) 
     return 0;
 }
 
-void qkv_order_done(qkv_order *order, ptrdiff_t index, int worker) {
+void qkv_order_done(qkv_order *order, ptrdiff_t index, int worker, qkv_run *run) {
     atomic_exchange(&order->filled[index % order->slots], 1);
-    retire_in_turn(order, worker);
+    retire_in_turn(order, worker, run);
 }
 
 /* ---- memory ------------------------------------------------------------------------------------ */

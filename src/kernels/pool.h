@@ -12,7 +12,8 @@ enum { QKV_STOPPED = 1, QKV_FORKED = 2 };
    the scratch memory that the task may use.  A task never starts another run. */
 typedef void qkv_task(void *job, ptrdiff_t index, int worker, qkv_run *run);
 
-/* Asked by the calling thread every 20 ms or so; anything but 0 stops the run. */
+/* Asked by the calling thread every 20 ms or so, also while it waits for the others; anything but 0
+   stops the run. */
 typedef int qkv_poll(void);
 
 /* Runs task 0 .. count - 1, started in that order, grain of them at a time, on at most threads
@@ -31,7 +32,7 @@ int qkv_stopped(qkv_run *run, int worker);
 /* Results that any thread computes but that are taken in the order of their index, such as the parts
    of a split sum.  Only slots of them wait at a time: the slot of index is index % slots.
    retire is called for 0, 1, 2 ... in turn, never twice at a time, on whichever thread comes by. */
-typedef void qkv_retire(void *job, ptrdiff_t index, int worker);
+typedef void qkv_retire(void *job, ptrdiff_t index, int worker, qkv_run *run);
 typedef struct qkv_order qkv_order;
 qkv_order *qkv_order_new(ptrdiff_t slots, qkv_retire *retire, void *job); /* NULL: no memory */
 void qkv_order_free(qkv_order *order);
@@ -40,7 +41,7 @@ void qkv_order_free(qkv_order *order);
 int qkv_order_wait(qkv_order *order, ptrdiff_t index, int worker, qkv_run *run);
 
 /* The slot of index is filled: it, and all that waited for it, may retire. */
-void qkv_order_done(qkv_order *order, ptrdiff_t index, int worker);
+void qkv_order_done(qkv_order *order, ptrdiff_t index, int worker, qkv_run *run);
 
 /* Memory aligned to a cache line, large blocks to huge pages; NULL where there is none. */
 void *qkv_alloc(size_t bytes);

@@ -20,6 +20,55 @@ static int scaled(const float *x, ptrdiff_t ldx, const float *factor, float *y, 
     return v_sum(check) == 0.0f;
 }
 
+/* What of a value is finite. */
+static ALWAYS_INLINE vec finite_part(vec value) {
+    return v_pick(v_abs(value), v_set1(INFINITY), value, v_zero());
+}
+
+/* What it is otherwise. */
+static ALWAYS_INLINE vec finite_code(vec value) {
+    const vec plus = v_set1(QKV_PLUS), minus = v_set1(QKV_MINUS), both = v_add(plus, minus);
+    vec what = v_pick(v_set1(FLT_MAX), value, plus, both);
+    what = v_pick(value, v_set1(-FLT_MAX), minus, what);
+    return v_pick(v_abs(value), v_set1(INFINITY), v_zero(), what);
+}
+
+/* One row; adds to check 0 for a finite value, and NaN for any other.  What is stored is constant in
+   every caller. */
+static ALWAYS_INLINE vec split_row(const float *x, float *finite, float *code, ptrdiff_t n,
+                                   vec check, const int parts, const int codes) {
+    ptrdiff_t j = 0;
+    for (; j + 2 * VL <= n; j += 2 * VL) {
+        vec even = v_load(x + j), odd = v_load(x + j + VL);
+        check = v_fma(odd, v_zero(), v_fma(even, v_zero(), check));
+        if (parts) v_store(finite + j, finite_part(even));
+        if (parts) v_store(finite + j + VL, finite_part(odd));
+        if (codes) v_store(code + j, finite_code(even));
+        if (codes) v_store(code + j + VL, finite_code(odd));
+    }
+    for (; j < n; j += VL) {
+        const ptrdiff_t filled = MIN(VL, n - j);
+        vec value = v_load_n(x + j, filled);
+        check = v_fma(value, v_zero(), check);
+        if (parts) v_store_n(finite + j, finite_part(value), filled);
+        if (codes) v_store_n(code + j, finite_code(value), filled);
+    }
+    return check;
+}
+
+static int split_finite(const float *x, ptrdiff_t ldx, float *finite, float *code, ptrdiff_t m,
+                        ptrdiff_t n) {
+    vec check = v_zero();
+    for (ptrdiff_t i = 0; i < m; i++, x += ldx)
+        if (code)
+            check = split_row(x, finite + i * n, code + i * n, n, check, 1, 1);
+        else if (finite)
+            check = split_row(x, finite + i * n, NULL, n, check, 1, 0);
+        else
+            check = split_row(x, NULL, NULL, n, check, 0, 0);
+    return v_sum(check) == 0.0f;
+}
+
 static void weights(const float *x, float max, float factor, float *y, ptrdiff_t n) {
     vec top = v_set1(max), f = v_set1(factor);
     ptrdiff_t j = 0;

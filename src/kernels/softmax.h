@@ -106,16 +106,29 @@ static void softmax_tile(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, ptrd
     }
 }
 
-static void softmax(const float *x, float *y, ptrdiff_t n) {
+static float largest(const float *x, ptrdiff_t n) {
+    const ptrdiff_t whole = n / VL * VL;
+    float edge[VL];
+    for (int u = 0; u < VL; u++) edge[u] = -INFINITY;
+    memcpy(edge, x + whole, (size_t)(n - whole) * sizeof *x);
+    return v_largest(v_max(lane_maxima(x, whole), v_load(edge)));
+}
+
+static float exp_and_sum(const float *x, float max, float *y, ptrdiff_t n) {
     const ptrdiff_t whole = n / VL * VL;
     const size_t rest = (size_t)(n - whole) * sizeof *x;
     float edge[VL];
     for (int u = 0; u < VL; u++) edge[u] = -INFINITY;
     memcpy(edge, x + whole, rest);
-    float max = v_largest(v_max(lane_maxima(x, whole), v_load(edge)));
     float sum = v_sum(v_add(exp_and_sums(x, y, max, whole), exp_and_sums(edge, edge, max, VL)));
     memcpy(y + whole, edge, rest);
-    vec inverse = v_set1(1.0f / sum);
+    return sum;
+}
+
+static void softmax(const float *x, float *y, ptrdiff_t n) {
+    const ptrdiff_t whole = n / VL * VL;
+    const float factor = 1.0f / exp_and_sum(x, largest(x, n), y, n);
+    const vec inverse = v_set1(factor);
     for (ptrdiff_t j = 0; j < whole; j += VL) v_store(y + j, v_mul(v_load(y + j), inverse));
-    for (ptrdiff_t j = whole; j < n; j++) y[j] *= 1.0f / sum;
+    for (ptrdiff_t j = whole; j < n; j++) y[j] *= factor;
 }

@@ -53,6 +53,7 @@ enum {
 #include "softmax.h"
 
 const qkv_kernels QKV_TABLE = {
-        QKV_NAME, ROWS,    product, product_stored, dots,  pack,   softmax_tile, adjust_row,
-        scaled,   weights, softmax, widen,          times, narrow, exp_of,       tanh_of,
+        QKV_NAME,   ROWS,   product,      product_stored, dots,    pack,        softmax_tile,
+        adjust_row, scaled, split_finite, weights,        largest, exp_and_sum, softmax,
+        widen,      times,  narrow,       exp_of,         tanh_of,
 };

@@ -19,6 +19,9 @@ typedef LPTHREAD_START_ROUTINE thread_main;
 static void lock(mutex *m) { AcquireSRWLockExclusive(m); }
 static void unlock(mutex *m) { ReleaseSRWLockExclusive(m); }
 static void sleep_on(condition *c, mutex *m) { SleepConditionVariableSRW(c, m, INFINITE, 0); }
+static void nap_on(condition *c, mutex *m, int ms) {
+    SleepConditionVariableSRW(c, m, (DWORD)ms, 0);
+}
 static void wake_one(condition *c) { WakeConditionVariable(c); }
 static void step_aside(void) { Sleep(0); } /* Sleep(1) may take 15 ms */
 
@@ -33,6 +36,7 @@ static int start_thread(thread_main main) {
 
 #include <pthread.h>
 #include <signal.h>
+#include <stddef.h>
 #include <time.h>
 
 typedef pthread_mutex_t mutex;
@@ -45,6 +49,17 @@ typedef void *thread_main(void *);
 static void lock(mutex *m) { pthread_mutex_lock(m); }
 static void unlock(mutex *m) { pthread_mutex_unlock(m); }
 static void sleep_on(condition *c, mutex *m) { pthread_cond_wait(c, m); }
+
+/* Until woken, but no longer than so many milliseconds (if nobody sets the clock meanwhile). */
+static void nap_on(condition *c, mutex *m, int ms) {
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_nsec += ms * 1000000L;
+    until.tv_sec += until.tv_nsec / 1000000000;
+    until.tv_nsec %= 1000000000;
+    pthread_cond_timedwait(c, m, &until);
+}
+
 static void wake_one(condition *c) { pthread_cond_signal(c); }
 
 static void step_aside(void) {
@@ -55,13 +70,16 @@ static void step_aside(void) {
 static int start_thread(thread_main main) {
     pthread_attr_t attributes;
     pthread_t thread;
-    sigset_t all, before;
+    const int own_faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS};
+    sigset_t blocked, before;
     int refused;
     pthread_attr_init(&attributes);
     pthread_attr_setstacksize(&attributes, STACK);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    sigfillset(&all); /* signals belong to the threads of the program */
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    sigfillset(&blocked); /* signals belong to the threads of the program, */
+    for (size_t i = 0; i < sizeof own_faults / sizeof *own_faults; i++)
+        sigdelset(&blocked, own_faults[i]); /* but for those that a thread sends itself */
+    pthread_sigmask(SIG_SETMASK, &blocked, &before);
     refused = pthread_create(&thread, &attributes, main, NULL);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     pthread_attr_destroy(&attributes);

@@ -171,6 +171,32 @@ static void check_scaled(isa *ops, isa *scalar) {
             if (!same(x[i * ldx + j], y[i * ldy + j])) fail("in place it is another");
 }
 
+static void check_split_finite(isa *ops, isa *scalar) {
+    ptrdiff_t m = between(1, 5), n = size_between(0, 300), ldx = n + between(0, 20);
+    float *x = floats(m, n, ldx), *finite = floats(m, n, n), *code = floats(m, n, n);
+    int all = 1, said;
+    (void)scalar; /* what is right is plain */
+    fill(x, m, n, ldx, random_bits() % KINDS);
+    for (ptrdiff_t i = 0; i < m; i++)
+        for (ptrdiff_t j = 0; j < n; j++) {
+            if (one_in(50)) x[i * ldx + j] = any_float();
+            all = all && isfinite(x[i * ldx + j]);
+        }
+    said = ops->split_finite(x, ldx, finite, code, m, n);
+    if (!said != !all) fail("says that it is %sfinite", said ? "" : "not ");
+    if (!ops->split_finite(x, ldx, NULL, NULL, m, n) != !all) fail("asked alone it says another");
+    if (one_in(2)) memset(finite, 1, (size_t)(m * n) * sizeof *finite);
+    ops->split_finite(x, ldx, finite, NULL, m, n);
+    for (ptrdiff_t i = 0; i < m; i++)
+        for (ptrdiff_t j = 0; j < n; j++) {
+            float given = x[i * ldx + j], part = isfinite(given) ? given : 0.0f, is = 0.0f;
+            if (isnan(given)) is = QKV_PLUS + QKV_MINUS;
+            if (isinf(given)) is = given > 0 ? QKV_PLUS : QKV_MINUS;
+            if (!same(finite[i * n + j], part)) fail("[%td, %td] of %a is another", i, j, given);
+            if (code[i * n + j] != is) fail("%a has the code %g", given, code[i * n + j]);
+        }
+}
+
 static void check_times(isa *ops, isa *scalar) {
     ptrdiff_t m = between(1, 5), n = size_between(1, 256), whole = lanes_up(n);
     ptrdiff_t lds = whole + between(0, 20);
@@ -200,6 +226,37 @@ static void check_weights(isa *ops, isa *scalar) {
     for (ptrdiff_t j = 0; j < n; j++)
         if (!close_to(y[j], expected[j], (ULPS_EXP + 2) * EPS * expected[j] + 4 * LEAST))
             fail("y[%td] is %a, not %a", j, y[j], expected[j]);
+}
+
+static void check_largest(isa *ops, isa *scalar) {
+    ptrdiff_t n = size_between(0, 600);
+    float *x = floats(1, n, n), got, want = -INFINITY;
+    (void)scalar; /* what is right is plain */
+    fill(x, 1, n, n, one_in(2) ? PLAIN : TINY);
+    for (ptrdiff_t j = 0; j < n; j++) {
+        if (one_in(50)) x[j] = one_in(2) ? INFINITY : -INFINITY;
+        if (x[j] > want) want = x[j];
+    }
+    got = ops->largest(x, n);
+    if (got != want) fail("the largest of %td is %a, not %a", n, got, want);
+}
+
+static void check_exp_and_sum(isa *ops, isa *scalar) {
+    ptrdiff_t n = size_between(0, 600);
+    float *x = floats(1, n, n), *y = floats(1, n, n), max = uniform(1.0f, 90.0f), sum, want;
+    double total = 0.0;
+    fill(x, 1, n, n, PLAIN);
+    for (ptrdiff_t j = 0; j < n; j++)
+        if (one_in(9)) x[j] = one_in(2) ? max : -INFINITY;
+    sum = ops->exp_and_sum(x, max, y, n);
+    for (ptrdiff_t j = 0; j < n; j++) {
+        scalar->exp_and_sum(x + j, max, &want, 1);
+        if (!close_to(y[j], want, ULPS_EXP * EPS * want + 2 * LEAST))
+            fail("y[%td] is %a, not %a: n %td", j, y[j], want, n);
+        total += y[j];
+    }
+    if (!close_to(sum, (float)total, UNIT * (double)(n + 1) * total))
+        fail("the sum of %td is %a, not %a", n, sum, total);
 }
 
 static void check_softmax(isa *ops, isa *scalar) {
@@ -297,7 +354,10 @@ static const struct {
         {"softmax_tile", check_softmax_tile},
         {"adjust", check_adjust},
         {"scaled", check_scaled},
+        {"split_finite", check_split_finite},
         {"weights", check_weights},
+        {"largest", check_largest},
+        {"exp_and_sum", check_exp_and_sum},
         {"softmax", check_softmax},
         {"widen", check_widen},
         {"times", check_times},

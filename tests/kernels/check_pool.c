@@ -3,6 +3,7 @@
 
 #include "check.h"
 
+#include <fenv.h>
 #include <stdio.h>
 
 #if !defined(_WIN32)
@@ -15,6 +16,35 @@ static const int thread_counts[] = {1, 2, 3, 4, 8, 64, 255, 256, MOST_THREADS};
 
 static void spin(int turns) {
     for (int i = 0; i < turns; i++) relax();
+}
+
+/* ---- floating-point mode --------------------------------------------------------------------- */
+
+static int rounds_up(void) { /* what floats do; x86 has another register for long doubles */
+    volatile float one = 1.0f, little = 1e-10f;
+    return one + little > one;
+}
+
+static void look_at_rounding(void *job, ptrdiff_t index, int worker, qkv_run *run) {
+    atomic_int *taken = job;
+    (void)index, (void)run;
+    if (worker && rounds_up()) fail("a thread rounds as whoever started it did");
+    if (worker) atomic_store(taken, 1);
+    while (!worker && !atomic_load(taken)) relax();
+}
+
+/* First of all, so that it is this run that starts a thread. */
+static void check_mode(long trials) {
+    atomic_int taken = 0;
+    (void)trials;
+    fesetround(FE_UPWARD);
+    if (!rounds_up()) fail("this system does not round up");
+    qkv_parallel_for(look_at_rounding, &taken, 4, 1, 2, NULL);
+    qkv_float_mode found = qkv_enter_float_mode();
+    if (rounds_up()) fail("the mode that was entered is not the default one");
+    qkv_leave_float_mode(found);
+    if (!rounds_up()) fail("the mode of the caller was lost");
+    fesetround(FE_TONEAREST);
 }
 
 /* ---- runs ------------------------------------------------------------------------------------ */
@@ -91,9 +121,9 @@ typedef struct {
     int pause;
 } line;
 
-static void retire_value(void *job, ptrdiff_t index, int worker) {
+static void retire_value(void *job, ptrdiff_t index, int worker, qkv_run *run) {
     line *x = job;
-    (void)worker;
+    (void)worker, (void)run;
     if (index != x->next) fail("%td retires, %td should", index, x->next);
     if (x->values[index] != (int)index * 3 + 1) fail("%td retires before it is filled", index);
     x->retired[x->next++] = index;
@@ -104,7 +134,7 @@ static void fill_value(void *job, ptrdiff_t index, int worker, qkv_run *run) {
     if (qkv_order_wait(x->order, index, worker, run)) return;
     spin((int)(index * 7 % 5) * x->pause);
     x->values[index] = (int)index * 3 + 1;
-    qkv_order_done(x->order, index, worker);
+    qkv_order_done(x->order, index, worker, run);
 }
 
 static void check_order(long trials) {
@@ -145,9 +175,18 @@ static void wait_for_stop(void *job, ptrdiff_t index, int worker, qkv_run *run) 
     while (!qkv_stopped(run, worker)) spin(20);
 }
 
-static void never(void *job, ptrdiff_t index, int worker) {
-    (void)job, (void)worker;
+static void never(void *job, ptrdiff_t index, int worker, qkv_run *run) {
+    (void)job, (void)worker, (void)run;
     fail("%td retires", index);
+}
+
+/* The caller is the first to have no more to do. */
+static void leave_it_to_others(void *job, ptrdiff_t index, int worker, qkv_run *run) {
+    atomic_int *taken = job;
+    (void)index;
+    if (worker) atomic_store(taken, 1);
+    while (worker && !qkv_stopped(run, worker)) spin(20);
+    while (!worker && !atomic_load(taken)) spin(20); /* or the caller takes all tasks itself */
 }
 
 static void check_stops(long trials) {
@@ -163,6 +202,10 @@ static void check_stops(long trials) {
         if (polls_left > 0) fail("stopped after %d polls", polls);
         if (x.order) qkv_order_free(x.order);
         run_and_check(100, 1, threads, 10); /* and the pool is as it was */
+        polls_left = 1;
+        atomic_int taken = 0;
+        end = qkv_parallel_for(leave_it_to_others, &taken, 4, 1, 2, stop_soon);
+        if (end != QKV_STOPPED) fail("a run that others were to end ended with %d", end);
     }
 }
 
@@ -330,8 +373,9 @@ void check_pool(long trials) {
         const char *name;
         void (*check)(long trials);
     } checks[] = {
-            {"runs", check_runs},   {"nested runs", check_nested},   {"order", check_order},
-            {"stops", check_stops}, {"many callers", check_callers}, {"memory", check_memory},
+            {"mode", check_mode},     {"runs", check_runs},   {"nested runs", check_nested},
+            {"order", check_order},   {"stops", check_stops}, {"many callers", check_callers},
+            {"memory", check_memory},
     };
     context.of = NULL;
     printf("%-8s %ld trials:", "pool", trials);
