@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qkv_ext import _layers
-from qkv_ext._layers import Projections, Rotary
+from qkv_ext._layers import ProjectedKV, Projections, Rotary
 from qkv_ext._packed import PackedWeight
 from qkv_ext.attention import Options, scaled_dot_product_attention
 from qkv_ext.linear import linear_projection
@@ -29,13 +29,6 @@ class ProjectionOptions(Options, total=False):
     b_k: ArrayLike | None
     b_v: ArrayLike | None
     b_o: ArrayLike | None
-
-
-class ProjectedKV(NamedTuple):
-    """Keys (..., Hkv, S, D) and values (..., Hkv, S, Dv) of a context, projected once."""
-
-    k: Array
-    v: Array
 
 
 class Ready(NamedTuple):
@@ -83,11 +76,11 @@ def together(layer: Projections, heads: Array, out: Array | None, options: Optio
     """Lay the heads (..., L, H, Dv) side by side, and project by W_O if there is one."""
     output = heads.reshape(*heads.shape[:-2], heads.shape[-2] * heads.shape[-1])
     if layer.weights["o"] is not None:
-        return linear_projection(
+        output = linear_projection(
             output, layer.weights["o"], layer.biases["o"], out=out,
             threads=options.get("threads"), backend=options.get("backend"),
         )  # fmt: skip
-    if out is not None:
+    elif out is not None:
         out[...] = output
         output = out
     return output
