@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, Unpack, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv_ext import _layers
+from qkv_ext import _layers, _rules
 from qkv_ext._layers import ProjectedKV, Projections, Rotary
 from qkv_ext._packed import PackedWeight
 from qkv_ext.attention import Options, scaled_dot_product_attention
@@ -80,10 +80,22 @@ def together(layer: Projections, heads: Array, out: Array | None, options: Optio
             output, layer.weights["o"], layer.biases["o"], out=out,
             threads=options.get("threads"), backend=options.get("backend"),
         )  # fmt: skip
+        if options.get("q_lengths") is not None:
+            _clear_padding(output, options["q_lengths"])
     elif out is not None:
         out[...] = output
         output = out
     return output
+
+
+def _clear_padding(output: Array, q_lengths: Any) -> None:
+    """Rows at or past q_lengths are no rows: W_O would make b_o of their zeros."""
+    items = output[None] if output.ndim == 2 else output
+    batch, most = None if output.ndim == 2 else len(items), items.shape[-2]
+    lengths = _rules.integers(q_lengths, "q_lengths", batch, 0, most).reshape(-1).tolist()
+    for item, length in zip(items, lengths, strict=True):
+        if length < most:
+            item[..., length:, :] = 0
 
 
 def attend(
@@ -227,7 +239,8 @@ def self_attention(
     Returns
     -------
     output : array (..., L, d_out)
-        d_out is H·Dv without w_o.  With extras, a tuple in the order output, weights, lse.
+        d_out is H·Dv without w_o.  Rows at or past q_lengths are 0, and not b_o.  With extras, a
+        tuple in the order output, weights, lse.
 
     Raises
     ------
