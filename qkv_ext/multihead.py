@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Self, Unpack, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv_ext import _cached, _layers, _state_dict
+from qkv_ext import _cached, _copies, _layers, _state_dict
 from qkv_ext._packed import PackedWeight
 from qkv_ext.attention import Options
 from qkv_ext.cache import KVCache
@@ -73,7 +73,7 @@ class MultiHeadAttention:
     A. Vaswani et al., "Attention Is All You Need" (2017), section 3.2.2.
     """
 
-    __slots__ = ("_layer",)
+    __slots__ = ("__weakref__", "_layer")
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class MultiHeadAttention:
         b_o: ArrayLike | None = None,
         num_heads: int,
         num_kv_heads: int | None = None,
-    ) -> MultiHeadAttention:
+    ) -> Self:
         """A layer from one matrix (d_in, (H + 2 Hkv)·D) with the columns of Q, then K, then V.
 
         Parameters
@@ -130,8 +130,10 @@ class MultiHeadAttention:
         --------
         >>> import numpy as np, qkv_ext
         >>> w = np.zeros((8, 32), "f4")
-        >>> qkv_ext.MultiHeadAttention.from_fused(w, num_heads=2, num_kv_heads=1)
-        MultiHeadAttention(d_in=8, num_heads=2, num_kv_heads=1, head_dim=8, d_out=16)
+        >>> mha = qkv_ext.MultiHeadAttention.from_fused(w, num_heads=2, num_kv_heads=1)
+        >>> mha  # doctest: +NORMALIZE_WHITESPACE
+        MultiHeadAttention(d_in=8, num_heads=2, num_kv_heads=1, head_dim=8, d_out=16,
+                           w_o=False, biases=())
         """
         w, b = _layers.fused(w_qkv, b_qkv, w_o, num_heads, num_kv_heads)
         (w_q, w_k, w_v), (b_q, b_k, b_v) = w, b
@@ -188,8 +190,10 @@ class MultiHeadAttention:
         >>> import numpy as np, qkv_ext
         >>> shapes = {"q_proj": (32, 16), "k_proj": (8, 16), "v_proj": (8, 16), "o_proj": (16, 32)}
         >>> names = {f"layers.0.{name}.weight": np.zeros(s, "f4") for name, s in shapes.items()}
-        >>> qkv_ext.MultiHeadAttention.from_state_dict(names, "layers.0", 8, 2)
-        MultiHeadAttention(d_in=16, num_heads=8, num_kv_heads=2, head_dim=4, d_out=16)
+        >>> mha = qkv_ext.MultiHeadAttention.from_state_dict(names, "layers.0", 8, 2)
+        >>> mha  # doctest: +NORMALIZE_WHITESPACE
+        MultiHeadAttention(d_in=16, num_heads=8, num_kv_heads=2, head_dim=4, d_out=16,
+                           w_o=True, biases=())
         """
         fused, w, b = _state_dict.find(mapping, prefix)
         heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
@@ -326,7 +330,8 @@ class MultiHeadAttention:
         Returns
         -------
         output : array (..., L, d_out)
-            d_out is H·Dv without w_o.  With extras, a tuple in the order output, weights, lse.
+            d_out is H·Dv without w_o.  Rows at or past q_lengths are 0, and not b_o.  With extras,
+            a tuple in the order output, weights, lse.
 
         Raises
         ------
@@ -369,9 +374,17 @@ class MultiHeadAttention:
 
     def __reduce__(self) -> tuple[Any, ...]:
         layer = self._layer
-        biases = [layer.biases[part] for part in "qkvo"]
-        weights = [layer.weights[part] for part in "qkvo"]
-        return _restored, (*weights, *biases, layer.num_heads, layer.num_kv_heads)
+        parts = [of[part] for of in (layer.weights, layer.biases) for part in "qkvo"]
+        arguments = (*parts, layer.num_heads, layer.num_kv_heads)
+        state = _copies.added_state(self, MultiHeadAttention)
+        return _copies.reduced(self._restored, arguments, state)
+
+    @classmethod
+    def _restored(cls, *parts: Any) -> Self:
+        """A layer out of a pickle: 4 weights, 4 biases, H, Hkv."""
+        mha = cls.__new__(cls)
+        mha._layer = _layers.projections(*parts)
+        return mha
 
     def __repr__(self) -> str:
         layer = self._layer
@@ -379,14 +392,12 @@ class MultiHeadAttention:
         d_out = (layer.weights["o"] or layer.weights["v"]).shape[1]
         if layer.weights["o"] is None:
             d_out = d_out // layer.num_kv_heads * layer.num_heads
+        biases = tuple(f"b_{part}" for part in "qkvo" if layer.biases[part] is not None)
         return (
-            f"MultiHeadAttention(d_in={d_in}, num_heads={layer.num_heads}, "
+            f"{type(self).__name__}(d_in={d_in}, num_heads={layer.num_heads}, "
             f"num_kv_heads={layer.num_kv_heads}, head_dim={width // layer.num_heads}, "
-            f"d_out={d_out})"
+            f"d_out={d_out}, w_o={layer.weights['o'] is not None}, biases={biases})"
         )
 
 
-def _restored(*parts: Any) -> MultiHeadAttention:
-    """A layer out of a pickle: 4 weights, 4 biases, H, Hkv."""
-    names = ("b_q", "b_k", "b_v", "b_o", "num_heads", "num_kv_heads")
-    return MultiHeadAttention(*parts[:4], **dict(zip(names, parts[4:], strict=True)))
+_restored = MultiHeadAttention._restored  # by this name in pickles of 0.1.0
