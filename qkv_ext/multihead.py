@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self, Unpack, overload
 
 import numpy as np
@@ -147,7 +147,9 @@ class MultiHeadAttention:
         prefix: str,
         num_heads: int,
         num_kv_heads: int | None = None,
-    ) -> MultiHeadAttention:
+        *,
+        ignore: str | Iterable[str] = (),
+    ) -> Self:
         """A layer from the named weights of a trained model, as a safetensors file holds them.
 
         Parameters
@@ -164,13 +166,19 @@ class MultiHeadAttention:
                 q_proj, k_proj, v_proj, o_proj or out_proj          Llama, Whisper, CLIP
                 self_attn.q_proj, ... self_attn.o_proj              a layer of theirs
                 query, key, value                                   BertSelfAttention, no W_O
+                query, key, value, dense                            AlbertAttention
                 self.query, ... output.dense                        BertAttention
                 attention.self.query, ... attention.output.dense    BertLayer
                 attention.attention.query, ... the same             ViTLayer
 
             and all but the first two lines with ``.weight`` and, where there is one, ``.bias``.
-        num_heads, num_kv_heads
-            As for the class; the names do not tell them.
+        num_heads : int
+            H, which the names do not tell.
+        num_kv_heads : int, optional
+            Hkv; by default what the shapes of W_Q and W_K make it with H heads.
+        ignore : str or strings
+            Patterns, as of ``fnmatch``, of names that may be left out: whole names, or what follows
+            the prefix or the name of the attention module.
 
         Returns
         -------
@@ -182,20 +190,29 @@ class MultiHeadAttention:
         TypeError
             A value that is no array of floats.
         ValueError
-            No such names, with those that were looked for; some of them missing; weights that
-            change Q, K or V in other ways (bias_k, bias_v, q_norm, k_norm); shapes that do not fit.
+            No such names, with those that were looked for; some of them missing; shapes that do not
+            fit; anything else in the attention module (norms of Q and K, sinks, gates, relative
+            positions, adapters, scales of quantised weights, ...), by its names.
+
+        Notes
+        -----
+        What stands after W_O (BERT's output.LayerNorm) or beside the attention (norms and MLPs of a
+        layer) is not read.  Tables of rotary positions and causal masks are left out: they are
+        options of the call.
 
         Examples
         --------
         >>> import numpy as np, qkv_ext
         >>> shapes = {"q_proj": (32, 16), "k_proj": (8, 16), "v_proj": (8, 16), "o_proj": (16, 32)}
         >>> names = {f"layers.0.{name}.weight": np.zeros(s, "f4") for name, s in shapes.items()}
-        >>> mha = qkv_ext.MultiHeadAttention.from_state_dict(names, "layers.0", 8, 2)
+        >>> mha = qkv_ext.MultiHeadAttention.from_state_dict(names, "layers.0", 8)
         >>> mha  # doctest: +NORMALIZE_WHITESPACE
         MultiHeadAttention(d_in=16, num_heads=8, num_kv_heads=2, head_dim=4, d_out=16,
                            w_o=True, biases=())
         """
-        fused, w, b = _state_dict.find(mapping, prefix)
+        fused, w, b = found = _state_dict.find(mapping, prefix, ignore)
+        if num_kv_heads is None:
+            num_kv_heads = _state_dict.kv_heads(found, num_heads)
         heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
         if fused:
             return cls.from_fused(w["qkv"], w["o"], b_qkv=b["qkv"], b_o=b["o"], **heads)
