@@ -301,7 +301,8 @@ def matmul(a: Any, b: Any, out: Any, threads: Any, backend: Any) -> Checked[Prod
     chosen = _backends.choose(backend, a.dtype)
     given = f"a and b have shapes {a.shape} and {b.shape}"
     if a.shape[-1] != b.shape[-2]:
-        raise ValueError(f"{given}; expected a (..., M, K) and b (..., K, N) with one K")
+        hint = transposed("b.T") if b.ndim == 2 and a.shape[-1] == b.shape[-1] else ""
+        raise ValueError(f"{given}; expected a (..., M, K) and b (..., K, N) with one K{hint}")
     try:
         lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except ValueError:
@@ -326,7 +327,10 @@ def linear(x: Any, w: Any, b: Any, out: Any, threads: Any, backend: Any) -> Chec
     chosen = _backends.choose(backend, x.dtype)
     d_in, d_out = w.shape
     if x.shape[-1] != d_in:
-        raise ValueError(f"x has shape {x.shape}; expected (..., d_in) with d_in = {d_in} as w has")
+        hint = transposed(turned(w, "w")) if x.shape[-1] == d_out else ""
+        raise ValueError(
+            f"x has shape {x.shape}; expected (..., d_in) with d_in = {d_in} as w has{hint}"
+        )
     if b is not None:
         b = np.ascontiguousarray(operand(b, "b", 1))
         if b.shape != (d_out,):
@@ -351,6 +355,16 @@ def matrix(w: Any, name: str) -> Array:
     if array.ndim != 2:
         raise ValueError(f"{name} has shape {array.shape}; expected (d_in, d_out)")
     return array
+
+
+def transposed(*weights: str) -> str:
+    """The hint that weights would fit if they were transposed."""
+    return f"; {', '.join(weights)} would fit: torch keeps weights as (out, in)"
+
+
+def turned(w: Any, name: str) -> str:
+    """How a weight is transposed."""
+    return f"pack_weight({name}.T)" if isinstance(w, PackedWeight) else f"{name}.T"
 
 
 def softmax(x: Any, axis: Any, out: Any, threads: Any, backend: Any) -> Checked[Rows]:

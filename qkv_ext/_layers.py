@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,13 @@ def known(options: Mapping[str, object]) -> None:
         raise TypeError(
             f"{min(unknown)!r} is no option of a projection call; expected {', '.join(_OPTIONS)}"
         )
+
+
+class ProjectedKV(NamedTuple):
+    """Keys (..., Hkv, S, D) and values (..., Hkv, S, Dv) of a context, projected once."""
+
+    k: Array
+    v: Array
 
 
 class Projections(NamedTuple):
@@ -75,45 +83,65 @@ def projections(
     weights: dict[str, Any] = {
         p: None if w is None else _weight(w, f"w_{p}") for p, w in given.items()
     }
-    for part, heads, name in (
-        ("q", h, "num_heads"),
-        ("k", hkv, "num_kv_heads"),
-        ("v", hkv, "num_kv_heads"),
-    ):
+    for part in "qkv":
         if weights[part] is None:
             raise TypeError(f"w_{part} is None; expected a weight (d_in, d_out)")
-        if weights[part].shape[1] % heads:
-            raise ValueError(
-                f"w_{part} has shape {weights[part].shape}; expected columns that are a multiple "
-                f"of {name}, {heads}"
+    biases = {"q": b_q, "k": b_k, "v": b_v, "o": b_o}
+    for part, b in biases.items():
+        if b is not None:
+            if weights[part] is None:
+                raise ValueError("b_o is given without w_o; expected both or none")
+            biases[part] = np.array(operand(b, f"b_{part}", 1))  # the layer owns it
+    there = {f"w_{p}": w for p, w in weights.items() if w is not None}
+    arrays = there | {f"b_{p}": b for p, b in biases.items() if b is not None}
+    shapes = {name: x.shape for name, x in arrays.items()}
+    misfit = _misfit(shapes, h, hkv)
+    if misfit:
+
+        def fit(turned: dict[str, Any]) -> bool:
+            alone = turned["w_q"] != shapes["w_q"] and turned["w_q"][0] != turned["w_k"][0]
+            return not alone and not _misfit(turned, h, hkv)
+
+        raise ValueError(misfit + _transposed(there, shapes, fit))
+    same_dtype(**arrays)
+    return Projections(weights, biases, h, hkv)
+
+
+def _misfit(shapes: dict[str, Any], h: int, hkv: int) -> str | None:
+    """What does not fit about the shapes of weights and biases, if anything."""
+    each = (("w_q", h, "num_heads"), ("w_k", hkv, "num_kv_heads"), ("w_v", hkv, "num_kv_heads"))
+    for name, heads, of in each:
+        if shapes[name][1] % heads:
+            return (
+                f"{name} has shape {shapes[name]}; expected columns that are a multiple of {of}, "
+                f"{heads}"
             )
-    d, d_k, dv = (weights[p].shape[1] // n for p, n in (("q", h), ("k", hkv), ("v", hkv)))
+    d, d_k, dv = (shapes[name][1] // heads for name, heads, _ in each)
     if d != d_k:
-        raise ValueError(
+        return (
             f"w_q has {d} columns for each of {h} heads and w_k {d_k} for each of {hkv}; "
             "expected one D"
         )
-    if weights["k"].shape[0] != weights["v"].shape[0]:
-        raise ValueError(
-            f"w_k has shape {weights['k'].shape} and w_v {weights['v'].shape}; expected one d_in"
-        )
-    if weights["o"] is not None and weights["o"].shape[0] != h * dv:
-        raise ValueError(
-            f"w_o has shape {weights['o'].shape}; expected ({h * dv}, d_out), H·Dv rows"
-        )
-    biases = {"q": b_q, "k": b_k, "v": b_v, "o": b_o}
-    for part, b in biases.items():
-        if b is None:
-            continue
-        if weights[part] is None:
-            raise ValueError("b_o is given without w_o; expected both or none")
-        b = biases[part] = np.array(operand(b, f"b_{part}", 1))  # the layer owns it
-        if b.shape != (weights[part].shape[1],):
-            raise ValueError(f"b_{part} has shape {b.shape}; expected {weights[part].shape[1:]}")
-    arrays = {f"w_{p}": w for p, w in weights.items() if w is not None}
-    arrays |= {f"b_{p}": b for p, b in biases.items() if b is not None}
-    same_dtype(**arrays)
-    return Projections(weights, biases, h, hkv)
+    if shapes["w_k"][0] != shapes["w_v"][0]:
+        return f"w_k has shape {shapes['w_k']} and w_v {shapes['w_v']}; expected one d_in"
+    if "w_o" in shapes and shapes["w_o"][0] != h * dv:
+        return f"w_o has shape {shapes['w_o']}; expected ({h * dv}, d_out), H·Dv rows"
+    for part in "qkvo":
+        b, w = shapes.get(f"b_{part}"), shapes.get(f"w_{part}")
+        if b is not None and w is not None and b != w[1:]:
+            return f"b_{part} has shape {b}; expected {w[1:]}"
+    return None
+
+
+def _transposed(
+    weights: dict[str, Any], shapes: dict[str, Any], fit: Callable[[dict[str, Any]], bool]
+) -> str:
+    """The hint which weights would fit if they were transposed, the fewest; "" for none."""
+    for count in range(1, len(weights) + 1):
+        for names in combinations(weights, count):
+            if fit(shapes | {name: shapes[name][::-1] for name in names}):
+                return _check.transposed(*(_check.turned(weights[name], name) for name in names))
+    return ""
 
 
 def fused(
@@ -124,39 +152,62 @@ def fused(
     w = _weight(w_qkv, "w_qkv")
     if isinstance(w, PackedWeight):
         raise TypeError("w_qkv is a PackedWeight; expected an array, it is split before packing")
-    parts = h + 2 * hkv
-    d, rest = divmod(w.shape[1], parts)
-    if w_o is not None:
-        d_o, rest_o = divmod(_weight(w_o, "w_o").shape[0], h)
-        if rest_o or not d_o:
-            raise ValueError(f"w_o has {h * d_o + rest_o} rows; expected H·D, a multiple of {h}")
-        if w.shape[1] != parts * d_o:
-            raise ValueError(
-                f"w_qkv has {w.shape[1]} columns; expected {parts * d_o}, (H + 2 Hkv)·D with the "
-                f"D = {d_o} of w_o"
-            )
-    elif rest:
-        raise ValueError(
-            f"w_qkv has {w.shape[1]} columns; expected (H + 2 Hkv)·D, a multiple of {parts} such "
-            f"as {parts * max(d, 1)}"
-        )
-    cuts = [h * d, (h + hkv) * d]
-    biases: list[Any] = [None, None, None]
+    weights = {"w_qkv": w} | ({} if w_o is None else {"w_o": _weight(w_o, "w_o")})
+    shapes = {name: x.shape for name, x in weights.items()}
+    b = None
     if b_qkv is not None:
         b = operand(b_qkv, "b_qkv", 1)
-        if b.shape != w.shape[1:]:
-            raise ValueError(f"b_qkv has shape {b.shape}; expected {w.shape[1:]}")
-        biases = np.split(b, cuts)
+        shapes["b_qkv"] = b.shape
+    misfit = _fused_misfit(shapes, h, hkv)
+    if misfit:
+
+        def fit(turned: dict[str, Any]) -> bool:
+            d_in, columns = turned["w_qkv"]  # the columns of three weights are seldom fewer
+            return d_in <= columns and not _fused_misfit(turned, h, hkv)
+
+        raise ValueError(misfit + _transposed(weights, shapes, fit))
+    d = w.shape[1] // (h + 2 * hkv)
+    cuts = [h * d, (h + hkv) * d]
+    biases = [None, None, None] if b is None else np.split(b, cuts)
     return np.split(w, cuts, axis=1), biases
+
+
+def _fused_misfit(shapes: dict[str, Any], h: int, hkv: int) -> str | None:
+    """What does not fit about the shapes of a fused weight, its bias and W_O, if anything."""
+    columns, parts = shapes["w_qkv"][1], h + 2 * hkv
+    if "w_o" in shapes:
+        d, rest = divmod(shapes["w_o"][0], h)
+        if rest or not d:
+            return f"w_o has {shapes['w_o'][0]} rows; expected H·D, a multiple of {h}"
+        if columns != parts * d:
+            return (
+                f"w_qkv has {columns} columns; expected {parts * d}, (H + 2 Hkv)·D with the "
+                f"D = {d} of w_o"
+            )
+    elif columns % parts:
+        return (
+            f"w_qkv has {columns} columns; expected (H + 2 Hkv)·D, a multiple of {parts} such "
+            f"as {parts * max(columns // parts, 1)}"
+        )
+    if shapes.get("b_qkv", (columns,)) != (columns,):
+        return f"b_qkv has shape {shapes['b_qkv']}; expected ({columns},)"
+    return None
 
 
 def sequence(x: Any, name: str, layer: Projections, part: str) -> Array:
     """Check a sequence (..., L, d_in) against the weight that is to project it."""
+    if isinstance(x, ProjectedKV):
+        raise TypeError(
+            f"{name} is a ProjectedKV; expected a sequence (..., n, d_in): projected keys and "
+            "values are passed to a layer as kv="
+        )
     array = operand(x, name, 2)
     w = layer.weights[part]
     if array.shape[-1] != w.shape[0]:
+        hint = _check.transposed(f"w_{part}.T") if array.shape[-1] == w.shape[1] else ""
         raise ValueError(
             f"{name} has shape {array.shape}; expected (..., {w.shape[0]}), the d_in of w_{part}"
+            f"{hint}"
         )
     same_dtype(**{name: array, f"w_{part}": w})
     return array

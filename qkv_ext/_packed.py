@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
+from qkv_ext import _copies
 from qkv_ext._arrays import Array, compute_dtype
 
 PANEL = 64  #: columns of a panel; PANEL of src/kernels/kernels.h
@@ -30,7 +31,7 @@ class PackedWeight:
         What the panels take in memory.
     """
 
-    __slots__ = ("_dtype", "_panels", "_shape")
+    __slots__ = ("__weakref__", "_dtype", "_panels", "_shape")
 
     _panels: Array
     _shape: tuple[int, int]
@@ -40,7 +41,7 @@ class PackedWeight:
         raise TypeError("a PackedWeight is made by pack_weight(w)")
 
     @classmethod
-    def from_matrix(cls, w: Array) -> PackedWeight:
+    def from_matrix(cls, w: Array) -> Self:
         """The packed form of a checked matrix."""
         k, n = w.shape
         count = -(-n // PANEL)
@@ -73,9 +74,10 @@ class PackedWeight:
         return self._panels.nbytes
 
     def __repr__(self) -> str:
-        return f"PackedWeight(shape={self.shape}, dtype={self.dtype})"
+        return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         k, n = self.shape
         matrix = self.panels.transpose(1, 0, 2).reshape(k, len(self.panels) * PANEL)[:, :n]
-        return PackedWeight.from_matrix, (matrix.astype(self.dtype),)
+        state = _copies.added_state(self, PackedWeight)
+        return _copies.reduced(self.from_matrix, (matrix.astype(self.dtype),), state)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Self, Unpack, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from qkv_ext import _check, _check_cache
+from qkv_ext import _check, _check_cache, _copies
 from qkv_ext._store import Store
 from qkv_ext.attention import Options
 
@@ -121,7 +121,7 @@ class KVCache:
         self._locks = {}
 
     @classmethod
-    def _of(cls, store: Store) -> KVCache:
+    def _of(cls, store: Store) -> Self:
         cache = cls.__new__(cls)
         cache._store, cache._locks = store, {}
         return cache
@@ -175,8 +175,8 @@ class KVCache:
         shown = lengths if len(lengths) <= 16 else f"{min(lengths)} to {max(lengths)}"
         v_dim = "" if own.v_dim == own.head_dim else f"v_dim={own.v_dim}, "
         return (
-            f"KVCache(batch={len(lengths)}, num_kv_heads={own.kv_heads}, head_dim={own.head_dim}, "
-            f"{v_dim}dtype={own.kind!r}, lengths={shown})"
+            f"{type(self).__name__}(batch={len(lengths)}, num_kv_heads={own.kv_heads}, "
+            f"head_dim={own.head_dim}, {v_dim}dtype={own.kind!r}, lengths={shown})"
         )
 
     # ---- append and attend ----------------------------------------------------------------------
@@ -488,7 +488,7 @@ class KVCache:
         with self._turn():
             self._store.reorder(_check_cache.indices(self._store, indices))
 
-    def fork(self) -> KVCache:
+    def fork(self) -> Self:
         """Another cache that holds the same, and goes on by itself.
 
         Full pages are shared, and the last one of each item is copied.
@@ -496,6 +496,7 @@ class KVCache:
         Returns
         -------
         KVCache
+            Of the class of this one; what a subclass added to it is shared, as by copy.copy.
 
         Raises
         ------
@@ -513,20 +514,31 @@ class KVCache:
         (array([5]), array([6]))
         """
         with self._turn():
-            return KVCache._of(self._store.fork())
+            other = self._of(self._store.fork())
+        _copies.set_state(other, _copies.added_state(self, KVCache))
+        return other
 
-    __copy__ = fork
+    def __copy__(self) -> Self:
+        return self.fork()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
-        build, state = self.__reduce__()
-        copy: KVCache = build(*state)
-        return copy
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        from copy import deepcopy  # whoever calls this has it
 
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        build, arguments, *rest = self.__reduce__()
+        other: Self = build(*arguments)  # which are copies
+        memo[id(self)] = other
+        _copies.set_state(other, deepcopy(rest[0], memo) if rest else None)
+        return other
+
+    def __reduce__(self) -> tuple[Any, ...]:
         with self._turn():
-            return _restored, self._store.state()
+            state = self._store.state()
+        return _copies.reduced(self._restored, state, _copies.added_state(self, KVCache))
+
+    @classmethod
+    def _restored(cls, *state: Any) -> Self:
+        """A cache out of a pickle."""
+        return cls._of(Store.restored(*state))
 
 
-def _restored(*state: Any) -> KVCache:
-    """A cache out of a pickle."""
-    return KVCache._of(Store.restored(*state))
+_restored = KVCache._restored  # by this name in pickles of 0.1.0

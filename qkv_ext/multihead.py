@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, Unpack, overload
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Self, Unpack, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv_ext import _cached, _layers, _state_dict
+from qkv_ext import _cached, _copies, _layers, _state_dict
 from qkv_ext._packed import PackedWeight
 from qkv_ext.attention import Options
 from qkv_ext.cache import KVCache
@@ -73,7 +73,7 @@ class MultiHeadAttention:
     A. Vaswani et al., "Attention Is All You Need" (2017), section 3.2.2.
     """
 
-    __slots__ = ("_layer",)
+    __slots__ = ("__weakref__", "_layer")
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class MultiHeadAttention:
         b_o: ArrayLike | None = None,
         num_heads: int,
         num_kv_heads: int | None = None,
-    ) -> MultiHeadAttention:
+    ) -> Self:
         """A layer from one matrix (d_in, (H + 2 Hkv)·D) with the columns of Q, then K, then V.
 
         Parameters
@@ -130,8 +130,10 @@ class MultiHeadAttention:
         --------
         >>> import numpy as np, qkv_ext
         >>> w = np.zeros((8, 32), "f4")
-        >>> qkv_ext.MultiHeadAttention.from_fused(w, num_heads=2, num_kv_heads=1)
-        MultiHeadAttention(d_in=8, num_heads=2, num_kv_heads=1, head_dim=8, d_out=16)
+        >>> mha = qkv_ext.MultiHeadAttention.from_fused(w, num_heads=2, num_kv_heads=1)
+        >>> mha  # doctest: +NORMALIZE_WHITESPACE
+        MultiHeadAttention(d_in=8, num_heads=2, num_kv_heads=1, head_dim=8, d_out=16,
+                           w_o=False, biases=())
         """
         w, b = _layers.fused(w_qkv, b_qkv, w_o, num_heads, num_kv_heads)
         (w_q, w_k, w_v), (b_q, b_k, b_v) = w, b
@@ -145,7 +147,9 @@ class MultiHeadAttention:
         prefix: str,
         num_heads: int,
         num_kv_heads: int | None = None,
-    ) -> MultiHeadAttention:
+        *,
+        ignore: str | Iterable[str] = (),
+    ) -> Self:
         """A layer from the named weights of a trained model, as a safetensors file holds them.
 
         Parameters
@@ -162,13 +166,19 @@ class MultiHeadAttention:
                 q_proj, k_proj, v_proj, o_proj or out_proj          Llama, Whisper, CLIP
                 self_attn.q_proj, ... self_attn.o_proj              a layer of theirs
                 query, key, value                                   BertSelfAttention, no W_O
+                query, key, value, dense                            AlbertAttention
                 self.query, ... output.dense                        BertAttention
                 attention.self.query, ... attention.output.dense    BertLayer
                 attention.attention.query, ... the same             ViTLayer
 
             and all but the first two lines with ``.weight`` and, where there is one, ``.bias``.
-        num_heads, num_kv_heads
-            As for the class; the names do not tell them.
+        num_heads : int
+            H, which the names do not tell.
+        num_kv_heads : int, optional
+            Hkv; by default what the shapes of W_Q and W_K make it with H heads.
+        ignore : str or strings
+            Patterns, as of ``fnmatch``, of names that may be left out: whole names, or what follows
+            the prefix or the name of the attention module.
 
         Returns
         -------
@@ -180,18 +190,29 @@ class MultiHeadAttention:
         TypeError
             A value that is no array of floats.
         ValueError
-            No such names, with those that were looked for; some of them missing; weights that
-            change Q, K or V in other ways (bias_k, bias_v, q_norm, k_norm); shapes that do not fit.
+            No such names, with those that were looked for; some of them missing; shapes that do not
+            fit; anything else in the attention module (norms of Q and K, sinks, gates, relative
+            positions, adapters, scales of quantised weights, ...), by its names.
+
+        Notes
+        -----
+        What stands after W_O (BERT's output.LayerNorm) or beside the attention (norms and MLPs of a
+        layer) is not read.  Tables of rotary positions and causal masks are left out: they are
+        options of the call.
 
         Examples
         --------
         >>> import numpy as np, qkv_ext
         >>> shapes = {"q_proj": (32, 16), "k_proj": (8, 16), "v_proj": (8, 16), "o_proj": (16, 32)}
         >>> names = {f"layers.0.{name}.weight": np.zeros(s, "f4") for name, s in shapes.items()}
-        >>> qkv_ext.MultiHeadAttention.from_state_dict(names, "layers.0", 8, 2)
-        MultiHeadAttention(d_in=16, num_heads=8, num_kv_heads=2, head_dim=4, d_out=16)
+        >>> mha = qkv_ext.MultiHeadAttention.from_state_dict(names, "layers.0", 8)
+        >>> mha  # doctest: +NORMALIZE_WHITESPACE
+        MultiHeadAttention(d_in=16, num_heads=8, num_kv_heads=2, head_dim=4, d_out=16,
+                           w_o=True, biases=())
         """
-        fused, w, b = _state_dict.find(mapping, prefix)
+        fused, w, b = found = _state_dict.find(mapping, prefix, ignore)
+        if num_kv_heads is None:
+            num_kv_heads = _state_dict.kv_heads(found, num_heads)
         heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
         if fused:
             return cls.from_fused(w["qkv"], w["o"], b_qkv=b["qkv"], b_o=b["o"], **heads)
@@ -326,7 +347,8 @@ class MultiHeadAttention:
         Returns
         -------
         output : array (..., L, d_out)
-            d_out is H·Dv without w_o.  With extras, a tuple in the order output, weights, lse.
+            d_out is H·Dv without w_o.  Rows at or past q_lengths are 0, and not b_o.  With extras,
+            a tuple in the order output, weights, lse.
 
         Raises
         ------
@@ -369,9 +391,17 @@ class MultiHeadAttention:
 
     def __reduce__(self) -> tuple[Any, ...]:
         layer = self._layer
-        biases = [layer.biases[part] for part in "qkvo"]
-        weights = [layer.weights[part] for part in "qkvo"]
-        return _restored, (*weights, *biases, layer.num_heads, layer.num_kv_heads)
+        parts = [of[part] for of in (layer.weights, layer.biases) for part in "qkvo"]
+        arguments = (*parts, layer.num_heads, layer.num_kv_heads)
+        state = _copies.added_state(self, MultiHeadAttention)
+        return _copies.reduced(self._restored, arguments, state)
+
+    @classmethod
+    def _restored(cls, *parts: Any) -> Self:
+        """A layer out of a pickle: 4 weights, 4 biases, H, Hkv."""
+        mha = cls.__new__(cls)
+        mha._layer = _layers.projections(*parts)
+        return mha
 
     def __repr__(self) -> str:
         layer = self._layer
@@ -379,14 +409,12 @@ class MultiHeadAttention:
         d_out = (layer.weights["o"] or layer.weights["v"]).shape[1]
         if layer.weights["o"] is None:
             d_out = d_out // layer.num_kv_heads * layer.num_heads
+        biases = tuple(f"b_{part}" for part in "qkvo" if layer.biases[part] is not None)
         return (
-            f"MultiHeadAttention(d_in={d_in}, num_heads={layer.num_heads}, "
+            f"{type(self).__name__}(d_in={d_in}, num_heads={layer.num_heads}, "
             f"num_kv_heads={layer.num_kv_heads}, head_dim={width // layer.num_heads}, "
-            f"d_out={d_out})"
+            f"d_out={d_out}, w_o={layer.weights['o'] is not None}, biases={biases})"
         )
 
 
-def _restored(*parts: Any) -> MultiHeadAttention:
-    """A layer out of a pickle: 4 weights, 4 biases, H, Hkv."""
-    names = ("b_q", "b_k", "b_v", "b_o", "num_heads", "num_kv_heads")
-    return MultiHeadAttention(*parts[:4], **dict(zip(names, parts[4:], strict=True)))
+_restored = MultiHeadAttention._restored  # by this name in pickles of 0.1.0

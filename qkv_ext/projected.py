@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple, Unpack, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv_ext import _layers
-from qkv_ext._layers import Projections, Rotary
+from qkv_ext import _layers, _rules
+from qkv_ext._layers import ProjectedKV, Projections, Rotary
 from qkv_ext._packed import PackedWeight
 from qkv_ext.attention import Options, scaled_dot_product_attention
 from qkv_ext.linear import linear_projection
@@ -29,13 +29,6 @@ class ProjectionOptions(Options, total=False):
     b_k: ArrayLike | None
     b_v: ArrayLike | None
     b_o: ArrayLike | None
-
-
-class ProjectedKV(NamedTuple):
-    """Keys (..., Hkv, S, D) and values (..., Hkv, S, Dv) of a context, projected once."""
-
-    k: Array
-    v: Array
 
 
 class Ready(NamedTuple):
@@ -83,14 +76,26 @@ def together(layer: Projections, heads: Array, out: Array | None, options: Optio
     """Lay the heads (..., L, H, Dv) side by side, and project by W_O if there is one."""
     output = heads.reshape(*heads.shape[:-2], heads.shape[-2] * heads.shape[-1])
     if layer.weights["o"] is not None:
-        return linear_projection(
+        output = linear_projection(
             output, layer.weights["o"], layer.biases["o"], out=out,
             threads=options.get("threads"), backend=options.get("backend"),
         )  # fmt: skip
-    if out is not None:
+        if options.get("q_lengths") is not None:
+            _clear_padding(output, options["q_lengths"])
+    elif out is not None:
         out[...] = output
         output = out
     return output
+
+
+def _clear_padding(output: Array, q_lengths: Any) -> None:
+    """Rows at or past q_lengths are no rows: W_O would make b_o of their zeros."""
+    items = output[None] if output.ndim == 2 else output
+    batch, most = None if output.ndim == 2 else len(items), items.shape[-2]
+    lengths = _rules.integers(q_lengths, "q_lengths", batch, 0, most).reshape(-1).tolist()
+    for item, length in zip(items, lengths, strict=True):
+        if length < most:
+            item[..., length:, :] = 0
 
 
 def attend(
@@ -234,7 +239,8 @@ def self_attention(
     Returns
     -------
     output : array (..., L, d_out)
-        d_out is H·Dv without w_o.  With extras, a tuple in the order output, weights, lse.
+        d_out is H·Dv without w_o.  Rows at or past q_lengths are 0, and not b_o.  With extras, a
+        tuple in the order output, weights, lse.
 
     Raises
     ------

@@ -56,6 +56,31 @@ def test_steps_are_the_whole(options, backend, rng):
     assert cache.lengths.tolist() == [300, 300]
 
 
+@pytest.mark.parametrize("single", [False, True])
+def test_padding_has_no_bias(single, backend, rng):
+    """Rows past q_lengths are 0, and not b_o; a row that is there without a key is b_o."""
+    w = rng.standard_normal((4, 8, 8), np.float32)
+    mha = MultiHeadAttention(*w, b_o=w[0, 0], num_heads=2)
+    x, n = rng.standard_normal((2, 5, 8), np.float32), [3, 0]
+    whole = mha(x, causal=True, backend=backend)
+    given = {"cache": KVCache(2, 2, 4), "q_lengths": n, "causal": True, "backend": backend}
+    if single:
+        x, n, whole = x[:1], n[:1], whole[:1]
+        given |= {"cache": KVCache(1, 2, 4), "q_lengths": n[0], "out": np.full((5, 8), 7, "f4")}
+        outputs = [mha(x[0], **given)[None]]
+    else:
+        outputs = [mha(x, **given)]
+        outputs += [mha(x[:, :1], **{**given, "q_lengths": [0, 1]})]
+        assert (outputs[1][0] == 0).all()
+        assert (outputs[1][1] != 0).all()
+    for item, count, expected in zip(outputs[0], n, whole, strict=True):
+        assert (item[count:] == 0).all()
+        close(item[:count], expected[:count])
+    step = mha(x[0, :1] if single else x[:, :1], cache=given["cache"], kv_lengths=0 if single else
+               [0, 0], backend=backend)  # fmt: skip
+    assert (step == w[0, 0]).all()
+
+
 @pytest.mark.parametrize("kind", STORAGE)
 def test_storage_types(kind, rng):
     mha, x = layer(rng), rng.standard_normal((1, 50, WIDTH), np.float32)

@@ -36,7 +36,17 @@ BOOL = "expected bool or floating point: "
 INTS = BOOL + "mask.astype(bool), True keeps a key"
 W = f32(8, 8)
 MHA = MultiHeadAttention(W, W, W, W, num_heads=2)
+KV = MHA.project_kv(f32(6, 8))
+NO_SEQUENCE = (
+    "is a ProjectedKV; expected a sequence (..., n, d_in): projected keys and values are passed to "
+    "a layer as kv="
+)
 FINITE = "expected a finite float32 number or None"
+
+
+def transposed(*names):
+    """The hint for weights as torch keeps them."""
+    return f"; {', '.join(names)} would fit: torch keeps weights as (out, in)"
 
 
 def shaped(q, k, v):
@@ -194,6 +204,14 @@ PRIMITIVES = [
      "x has shape (4, 7); expected (..., d_in) with d_in = 8 as w has"),
     (lambda o: linear_projection(f32(4, 7), pack_weight(W), **o), ValueError,
      "x has shape (4, 7); expected (..., d_in) with d_in = 8 as w has"),
+    (lambda o: linear_projection(f32(4, 7), f32(8, 7), **o), ValueError,
+     "x has shape (4, 7); expected (..., d_in) with d_in = 8 as w has" + transposed("w.T")),
+    (lambda o: linear_projection(f32(7), pack_weight(f32(8, 7)), f32(8), **o), ValueError,
+     "x has shape (7,); expected (..., d_in) with d_in = 8 as w has"
+     + transposed("pack_weight(w.T)")),
+    (lambda o: matmul(f32(2, 3, 7), f32(8, 7), **o), ValueError,
+     "a and b have shapes (2, 3, 7) and (8, 7); expected a (..., M, K) and b (..., K, N) with one K"
+     + transposed("b.T")),
     (lambda o: linear_projection(np.float32(1), W, **o), ValueError,
      "x has shape (); expected at least 1 axis"),
     (lambda o: linear_projection(f32(4, 8), f32(1, 8, 8), **o), ValueError,
@@ -254,7 +272,20 @@ LAYERS = [
     (lambda o: layer(W, W, f32(7, 8)), ValueError,
      "w_k has shape (8, 8) and w_v (7, 8); expected one d_in"),
     (lambda o: layer(W, W, W, f32(9, 8)), ValueError,
-     "w_o has shape (9, 8); expected (8, d_out), H·Dv rows"),
+     "w_o has shape (9, 8); expected (8, d_out), H·Dv rows" + transposed("w_o.T")),
+    (lambda o: layer(W, f32(4, 8), f32(4, 8), W, num_heads=4, num_kv_heads=2), ValueError,
+     "w_q has 2 columns for each of 4 heads and w_k 4 for each of 2; expected one D"
+     + transposed("w_k.T", "w_v.T")),
+    (lambda o: layer(f32(16, 8), f32(4, 8), f32(4, 8), f32(8, 16), num_heads=4, num_kv_heads=1),
+     ValueError, "w_q has 2 columns for each of 4 heads and w_k 8 for each of 1; expected one D"
+     + transposed("w_q.T", "w_k.T", "w_v.T", "w_o.T")),
+    (lambda o: layer(W, f32(8, 5), f32(8, 5)), ValueError,  # a context of 5
+     "w_k has shape (8, 5); expected columns that are a multiple of num_kv_heads, 2"
+     + transposed("w_k.T", "w_v.T")),
+    (lambda o: layer(W, W, pack_weight(f32(6, 8))), ValueError,
+     "w_k has shape (8, 8) and w_v (6, 8); expected one d_in" + transposed("pack_weight(w_v.T)")),
+    (lambda o: layer(f32(12, 8), f32(12, 8), f32(12, 8), b_k=f32(12)), ValueError,
+     "b_k has shape (12,); expected (8,)" + transposed("w_q.T", "w_k.T", "w_v.T")),
     (lambda o: layer(W, W, W, b_o=f32(8)), ValueError,
      "b_o is given without w_o; expected both or none"),
     (lambda o: layer(W, W, W, b_k=f32(7)), ValueError, "b_k has shape (7,); expected (8,)"),
@@ -267,15 +298,24 @@ LAYERS = [
      ValueError,  # C2
      "w_qkv has 96 columns; expected 128, (H + 2 Hkv)·D with the D = 16 of w_o"),
     (lambda o: MultiHeadAttention.from_fused(f32(8, 24), f32(1, 8), num_heads=2), ValueError,
-     "w_o has 1 rows; expected H·D, a multiple of 2"),
+     "w_o has 1 rows; expected H·D, a multiple of 2" + transposed("w_o.T")),
     (lambda o: MultiHeadAttention.from_fused(f32(8, 127), num_heads=4, num_kv_heads=2), ValueError,
      "w_qkv has 127 columns; expected (H + 2 Hkv)·D, a multiple of 8 such as 120"),
+    (lambda o: MultiHeadAttention.from_fused(f32(48, 8), num_heads=6, num_kv_heads=3), ValueError,
+     "w_qkv has 8 columns; expected (H + 2 Hkv)·D, a multiple of 12 such as 12"
+     + transposed("w_qkv.T")),
+    (lambda o: MultiHeadAttention.from_fused(f32(24, 8), f32(9, 8), num_heads=2), ValueError,
+     "w_o has 9 rows; expected H·D, a multiple of 2" + transposed("w_qkv.T", "w_o.T")),
     (lambda o: MultiHeadAttention.from_fused(f32(8, 24), num_heads=2, b_qkv=f32(23)), ValueError,
      "b_qkv has shape (23,); expected (24,)"),
     (lambda o: MultiHeadAttention.from_fused(pack_weight(f32(8, 24)), num_heads=2), TypeError,
      "w_qkv is a PackedWeight; expected an array, it is split before packing"),
     (lambda o: MHA(f32(3, 5, 7), **o), ValueError,
      "x has shape (3, 5, 7); expected (..., 8), the d_in of w_k"),
+    (lambda o: layer(*f32(3, 8, 12))(f32(5, 12), **o), ValueError,
+     "x has shape (5, 12); expected (..., 8), the d_in of w_k" + transposed("w_k.T")),
+    (lambda o: qkv_ext.cross_attention(f32(5, 12), f32(5, 8), *f32(3, 8, 12), **o), ValueError,
+     "x_dec has shape (5, 12); expected (..., 8), the d_in of w_q" + transposed("w_q.T")),
     (lambda o: MHA(f32(8), **o), ValueError, "x has shape (8,); expected at least 2 axes"),
     (lambda o: MHA(f64(3, 5, 8), **o), TypeError,
      "x, w_k have different dtypes (x float64, w_k float32); expected one dtype"),
@@ -288,6 +328,19 @@ LAYERS = [
      "x has shape (3, 5, 8), the projected keys (2, 2, 6, 4); their leading axes do not broadcast"),
     (lambda o: MHA(f32(5, 8), f32(6, 8), kv=MHA.project_kv(f32(6, 8)), **o), ValueError,
      "context and kv are both given; expected one of them"),
+    (lambda o: MHA(f32(5, 8), KV, **o), TypeError, f"context {NO_SEQUENCE}"),
+    (lambda o: MHA(KV, **o), TypeError, f"x {NO_SEQUENCE}"),
+    (lambda o: MHA(KV, KV, **o), TypeError, f"context {NO_SEQUENCE}"),
+    (lambda o: MHA(KV, kv=KV, **o), TypeError, f"x {NO_SEQUENCE}"),
+    (lambda o: MHA(KV, cache=qkv_ext.KVCache(1, 2, 4), **o), TypeError, f"x {NO_SEQUENCE}"),
+    (lambda o: MHA.project_kv(KV, **o), TypeError, f"context {NO_SEQUENCE}"),
+    (lambda o: qkv_ext.self_attention(KV, W, W, W, **o), TypeError, f"x {NO_SEQUENCE}"),
+    (lambda o: qkv_ext.cross_attention(f32(5, 8), KV, W, W, W, **o), TypeError,
+     f"x_enc {NO_SEQUENCE}"),
+    (lambda o: qkv_ext.cross_attention(KV, f32(5, 8), W, W, W, **o), TypeError,
+     f"x_dec {NO_SEQUENCE}"),
+    (lambda o: qkv_ext.trace_cross(f32(5, 8), KV, W, W, W, **o), TypeError,
+     f"x_enc {NO_SEQUENCE}"),
     (lambda o: MHA(f32(5, 8), kv=f32(2, 6, 4), **o), TypeError,
      "kv is a ndarray; expected what project_kv returns"),
     (lambda o: MHA(f32(5, 8), kv=(f32(2, 6, 4), f32(2, 6, 5)), **o), ValueError,

@@ -36,7 +36,10 @@ def by_hand(w, x, context, **options):
     )
     output, weights, lse = sdpa(q, k, v, **EXTRAS, **options)
     output = output.swapaxes(-3, -2)
-    return output.reshape(*output.shape[:-2], 20) @ w["w_o"] + w["b_o"], weights, lse
+    output = output.reshape(*output.shape[:-2], 20) @ w["w_o"] + w["b_o"]
+    for item, length in zip(output, options.get("q_lengths", ()), strict=False):
+        item[..., length:, :] = 0  # padding is no row, and has no bias
+    return output, weights, lse
 
 
 SLOPES = np.float32([0.5, 0.25, 0.125, 0.0625])
@@ -74,6 +77,51 @@ def test_options(more, options, backend, rng):
     for call in calls:
         for actual, right in zip(call, expected, strict=True):
             np.testing.assert_allclose(actual, right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("more", [(), (2,)], ids=str)
+def test_padding_has_no_bias(more, dtype, backend, rng):
+    """Rows past q_lengths are no rows: 0, where W_O would make b_o of them, or NaN."""
+    w = draw(rng, dtype=dtype)
+    x = rng.standard_normal((4, *more, 7, 12), np.float32).astype(dtype)
+    mha, lengths = MultiHeadAttention(**w, **HEADS), [7, 2, 0, 5]
+    options = {"q_lengths": lengths, "kv_lengths": [7, 3, 4, 0], "backend": backend}
+    whole = mha(x, backend=backend, kv_lengths=options["kv_lengths"], query_offset=[0, 1, 4, -5])
+    out = np.full((4, *more, 9, 7), np.nan, dtype).swapaxes(-1, -2)
+    calls = [
+        mha(x, **options),
+        mha(x, x, **options),
+        mha(x, kv=mha.project_kv(x, backend=backend), **options, return_lse=True)[0],
+        mha(x, **options, out=out),
+        mha(x, **{**options, "q_lengths": np.uint8(lengths)}),
+        self_attention(x, **w, **HEADS, **options),
+        cross_attention(x, x, **w, **HEADS, **options),
+        qkv_ext.trace_self(x, **w, **HEADS, **{**options, "backend": None})["output"],
+    ]
+    assert calls[3] is out
+    for output in calls:
+        for item, n, expected in zip(output, lengths, whole, strict=True):
+            assert_same_bits(item[..., n:, :], np.zeros_like(item[..., n:, :]))
+            near = 1e-5 if dtype == "float32" else 2e-3
+            np.testing.assert_allclose(item[..., :n, :], expected[..., :n, :], near, near)
+    assert_same_bits(calls[0][3, ..., :5, :], np.broadcast_to(w["b_o"], (*more, 5, 9)))  # no keys
+
+    w["w_o"][:, 4] = np.nan
+    spoilt = MultiHeadAttention(**w, **HEADS)(x, **options)
+    assert not spoilt[1, ..., 2:, :].any()
+    assert np.isnan(spoilt[1, ..., :2, 4]).all()
+
+
+def test_padding_of_items_that_share_one_sequence(backend, rng):
+    w, lengths = draw(rng), [3, 1, 2]
+    mha = MultiHeadAttention(**w, **HEADS)
+    x, context = (rng.standard_normal(n, np.float32) for n in ((1, 3, 12), (3, 7, 12)))
+    output = mha(x, context, q_lengths=lengths, backend=backend)
+    assert output.shape == (3, 3, 9)
+    for item, n in zip(output, lengths, strict=True):
+        assert not item[n:].any()
+        assert item[:n].all()
 
 
 def of_item(options, item):

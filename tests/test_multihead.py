@@ -249,7 +249,8 @@ def test_repr():
     w = np.zeros((8, 16), np.float32)
     mha = MultiHeadAttention(w, w[:, :8], w[:, :4], num_heads=4, num_kv_heads=2)
     assert repr(mha) == (
-        "MultiHeadAttention(d_in=8, num_heads=4, num_kv_heads=2, head_dim=4, d_out=8)"
+        "MultiHeadAttention(d_in=8, num_heads=4, num_kv_heads=2, head_dim=4, d_out=8, "
+        "w_o=False, biases=())"
     )
     assert isinstance(qkv_ext.pack_weight(w), PackedWeight)
 

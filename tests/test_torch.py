@@ -181,6 +181,35 @@ def test_layer(causal, padded, backend, rng):
             assert_close(ours, theirs, dtype)
 
 
+@pytest.mark.parametrize("decoder", [False, True])
+def test_transformer_layers(decoder, backend, rng):
+    """Their attention by its prefix, beside the MLP and the norms."""
+    cls = torch.nn.TransformerDecoderLayer if decoder else torch.nn.TransformerEncoderLayer
+    module = cls(24, 4, dim_feedforward=32, batch_first=True).eval()
+    state = {f"layers.0.{name}": x for name, x in module.state_dict().items()}
+    x, context = (rng.standard_normal((2, n, 24), np.float32) for n in (5, 7))
+    for name in ("self_attn", "multihead_attn")[: 1 + decoder]:
+        theirs = with_random_biases(getattr(module, name))
+        ours = qkv_ext.MultiHeadAttention.from_state_dict(state, f"layers.0.{name}", 4)
+        given = (x, x) if name == "self_attn" else (x, context)
+        with torch.no_grad():
+            expected, _ = theirs(*map(torch.from_numpy, (*given, given[1])))
+        np.testing.assert_allclose(ours(*given, backend=backend), expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"add_bias_kv": True}, "bias_k, bias_v, for which .*: it joins no key and value"),
+        ({"kdim": 10, "vdim": 12}, "takes rows of 10 and v_proj_weight of 12, as with kdim"),  # G13
+    ],
+)
+def test_refused_modules(options, message):
+    state = torch.nn.MultiheadAttention(8, 2, **options).state_dict()
+    with pytest.raises(ValueError, match=message):
+        qkv_ext.MultiHeadAttention.from_state_dict(state, "", 2)
+
+
 # ---- a grid of our own --------------------------------------------------------------------------
 
 SHAPES = {  # B, H, Hkv, L, S, D, Dv
