@@ -275,9 +275,10 @@ cdef int run(Call *call, int threads) except -1:
     call.part_size = lay_part(call, NULL, &part) if call.parts else 0
     call.desks = <char *> scratch(<double> call.desk_size * threads
                                   + <double> call.part_size * (1 + call.slots)
-                                  + <double> lay_left_over(call, NULL))
+                                  + <double> (lay_left_over(call, NULL) if call.parts else 0))
     call.waiting = call.desks + call.desk_size * threads
-    lay_left_over(call, call.waiting + call.part_size * (1 + call.slots))
+    if call.parts:
+        lay_left_over(call, call.waiting + call.part_size * (1 + call.slots))
     try:
         if call.parts:
             call.order = new_order(call.slots, retire_part, call)

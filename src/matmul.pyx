@@ -41,7 +41,7 @@ cdef enum:
     FEW_ROWS = 384       # then rows down to so many or less, then panels again
     BLOCK = 192          # rows of a that meet all panels of a task before the next do
     PACK_ROWS = 16       # from here on packing a panel of b pays
-    COLUMNS = 65536      # of b, read in place, between two looks at the signals
+    COLUMNS = 16384      # of b, read in place, between two looks at the signals
     SMALL_WORK = 100000  # multiplications below which no other thread is woken up
 
 

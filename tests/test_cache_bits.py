@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from caches import STORAGE, filled
 from cases import dtype_of
+from test_nonfinite import EXTRAS, plain_rows
 from tolerance import assert_same_bits
 
 import qkv_ext
@@ -172,3 +173,39 @@ def test_16_bit_queries_are_rounded_once(kind, dtype, compiled, rng):
     blhd = np.ascontiguousarray(q.swapaxes(1, 2))
     cache.attend(blhd, causal=True, layout="blhd", out=out, backend=compiled)
     assert_same_bits(out.swapaxes(1, 2), output)
+
+
+@pytest.mark.parametrize("kind", STORAGE)
+def test_rows_that_see_what_is_not_finite(kind, compiled, rng):
+    """They too are the same at once and one by one, and as the formula has them."""
+    for scale in (1.0, 3e36):  # of Q: integer scores that overflow where the formula's do not
+        k, v = draw(rng, 1, 2, 2300, 24), draw(rng, 1, 2, 2300, 70)
+        k *= np.float32(1 / scale)  # which float16 has not
+        if kind == "float16" and scale > 1:
+            continue
+        v[:, :, 40:60, 3:7] = [np.nan, np.inf, -np.inf, np.inf]
+        v[:, 0, rng.random(2300) < 0.01] = np.inf
+        k[:, 1, 2000:2002, 5] = np.inf
+        cache = filled(k, v, kind)
+        q = draw(rng, 1, 4, 150, 24) * np.float32(scale)
+        keep = rng.random((1, 4, 150, 2300)) < 0.9
+        keep[..., 40:60] &= rng.random((150, 1)) < 0.3
+        for options in ({"mask": keep}, {"causal": True}, {}):
+            whole = cache.attend(q, backend=compiled, **EXTRAS, **options)
+            for i in (0, 1, 77, 149):
+                row = dict(options)
+                if "mask" in row:
+                    row["mask"] = keep[:, :, i : i + 1]
+                if "causal" in row:
+                    row["query_offset"] = 2150 + i
+                one = cache.attend(q[:, :, i : i + 1], backend=compiled, **EXTRAS, **row)
+                for x, y in zip(whole, one, strict=True):
+                    assert_same_bits(x[:, :, i : i + 1], y)
+            keys, values = (f(0)[None].repeat(2, axis=1) for f in (cache.keys, cache.values))
+            allowed = np.broadcast_to(options.get("mask", True), (1, 4, 150, 2300))
+            if "causal" in options:
+                allowed = np.broadcast_to(np.tri(150, 2300, 2150, bool), allowed.shape)
+            for h in range(4):
+                expected = plain_rows(q[0, h], keys[0, h], values[0, h], allowed[0, h], {})
+                for x, y in zip(whole, expected, strict=True):
+                    np.testing.assert_allclose(x[0, h], y, rtol=2e-3, atol=2e-4)

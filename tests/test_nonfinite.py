@@ -270,3 +270,44 @@ def test_rows_decide_for_themselves(backend, rng):
     assert np.isnan(output[0, 0, 7]).all()
     output[0, 0, 7] = clean[0, 0, 7]
     assert_same_bits(output, clean)
+
+
+# ---- anything anywhere --------------------------------------------------------------------------
+
+ANYWHERE = {**SHAPES, "splits-many-rows": (1, 2, 2, 20, 2300, 8, 24)}
+
+
+def sprinkled(rng, x, share):
+    """x with NaN and infinities here and there: in some rows, in a few columns, or all over."""
+    x = x.copy()
+    where = rng.random(x.shape) < share
+    if rng.random() < 0.5:
+        where &= rng.random((*x.shape[:-1], 1)) < 0.3
+    x[where] = rng.choice([NAN, INF, -INF, INF, 3e38], int(where.sum()))
+    return x
+
+
+@pytest.mark.parametrize("shape", ANYWHERE.values(), ids=ANYWHERE)
+@pytest.mark.parametrize("share", [2e-4, 0.02, 0.6])
+def test_non_finite_where_the_formula_is(share, shape, backend, rng):
+    """Any number of them in V, and in K and Q; rows that see one are computed by tiles, too."""
+    for way in (by_bool, by_float, by_order, by_order_and_mask, None):
+        q, k, v = qkv(rng, shape)
+        length, s = shape[3:5]
+        options, keep = {}, np.ones((length, s), bool)
+        if way:
+            options, keep = way(rng, length, s, [1])
+        v = sprinkled(rng, v, share)
+        if rng.random() < 0.3:
+            k = sprinkled(rng, k, share / 50)
+        results = sdpa(q, k, v, backend=backend, **EXTRAS, **options)
+        with np.errstate(over="ignore"):
+            assert_plain(results, q, k, v, keep, options)
+        output = sdpa(q, k, v, backend=backend, **options)
+        np.testing.assert_allclose(output, results[0], rtol=1e-5, atol=1e-6)
+        if backend != "numpy":
+            assert_same_bits(output, results[0])
+            twice = [np.concatenate([x, x]) for x in (q, k, v)]
+            both = sdpa(*twice, backend=backend, threads=3, **options)
+            assert_same_bits(both[: len(q)], output)
+            assert_same_bits(both[len(q) :], output)

@@ -364,6 +364,35 @@ def test_interrupt(call, threads, backend, python):
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no interval timers here")
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("call", ["softmax", "masked"])
+def test_interrupt_within_a_row(call, threads, compiled, python):
+    """^C does not wait for the end of what one task has to do: a long row, or rows with weights."""
+    python(f"""
+import signal
+import numpy as np, qkv_ext
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+options = {{"threads": {threads}, "backend": {compiled!r}}}
+if {call!r} == "softmax":
+    x = np.zeros(1 << 27, "f4")
+    out, done = np.full(x.shape, 7, "f4"), np.float32(2.0**-27)
+    call = lambda: qkv_ext.softmax(x, out=out, **options)
+else:  # no key is allowed, and rows are zeros when they are finished, in order
+    q = np.ones((1, 96, 64), "f4")
+    k = np.broadcast_to(q[:, :1], (1, 1 << 23, 64))
+    out, done = np.full(q.shape, 7, "f4"), 0
+    mask = np.zeros((1, 1 << 23), bool)
+    call = lambda: qkv_ext.scaled_dot_product_attention(q, k, k, mask=mask, out=out, **options)
+signal.setitimer(signal.ITIMER_REAL, 0.02)
+try:
+    call()
+    raise SystemExit("the call ended first")
+except KeyboardInterrupt:
+    assert (out != done).any(), "all of it was computed"
+""")
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no interval timers here")
 def test_handler_that_does_not_raise_changes_nothing(compiled, python):
     """A signal in the middle of a call: its handler runs, and the call goes on."""
     code = f"""

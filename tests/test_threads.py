@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import sysconfig
 import threading
 import time
@@ -138,3 +139,24 @@ assert np.array_equal(qkv_ext.scaled_dot_product_attention(x, x, x, threads=4), 
 def test_import_leaves_the_gil_off(python):
     """F7: a module that is not declared compatible would turn it on, with a warning."""
     python("import sys, numpy, qkv_ext; assert not sys._is_gil_enabled()")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_threads_block_no_signal_that_they_send_themselves(compiled, python):
+    """G11 (FRRouting/frr#18060): a fault in a worker is no silent end; all else is the caller's."""
+    python(f"""
+import os, pathlib, signal
+import numpy as np, qkv_ext
+x = np.ones((8, 8, 300, 64), "f4")
+before = set(os.listdir("/proc/self/task"))
+qkv_ext.scaled_dot_product_attention(x, x, x, threads=3, backend={compiled!r})
+workers = set(os.listdir("/proc/self/task")) - before
+assert workers
+own = {{signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}}
+for task in workers:
+    status = pathlib.Path("/proc/self/task", task, "status").read_text()
+    blocked = int(status.split("SigBlk:")[1].split()[0], 16)
+    blocked = {{n for n in range(1, 32) if blocked >> (n - 1) & 1}}
+    assert not own & blocked, blocked
+    assert {{signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD}} <= blocked
+""")

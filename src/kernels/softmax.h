@@ -106,28 +106,44 @@ static void softmax_tile(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, ptrd
     }
 }
 
-static float largest(const float *x, ptrdiff_t n) {
-    const ptrdiff_t whole = n / VL * VL;
-    float edge[VL];
+/* The last numbers of a row that fill no vector, and -inf behind them. */
+static ALWAYS_INLINE void load_edge(float *edge, const float *x, size_t n) {
     for (int u = 0; u < VL; u++) edge[u] = -INFINITY;
-    memcpy(edge, x + whole, (size_t)(n - whole) * sizeof *x);
-    return v_largest(v_max(lane_maxima(x, whole), v_load(edge)));
+    memcpy(edge, x, n * sizeof *x);
 }
 
-static float exp_and_sum(const float *x, float max, float *y, ptrdiff_t n) {
+static ALWAYS_INLINE float largest_of(const float *x, ptrdiff_t n) {
     const ptrdiff_t whole = n / VL * VL;
-    const size_t rest = (size_t)(n - whole) * sizeof *x;
+    vec top = lane_maxima(x, whole);
+    if (whole < n) {
+        float edge[VL];
+        load_edge(edge, x + whole, (size_t)(n - whole));
+        top = v_max(top, v_load(edge));
+    }
+    return v_largest(top);
+}
+
+static ALWAYS_INLINE float exp_and_sum_of(const float *x, float max, float *y, ptrdiff_t n) {
+    const ptrdiff_t whole = n / VL * VL;
     float edge[VL];
-    for (int u = 0; u < VL; u++) edge[u] = -INFINITY;
-    memcpy(edge, x + whole, rest);
-    float sum = v_sum(v_add(exp_and_sums(x, y, max, whole), exp_and_sums(edge, edge, max, VL)));
-    memcpy(y + whole, edge, rest);
-    return sum;
+    if (whole < n) load_edge(edge, x + whole, (size_t)(n - whole)); /* y may be x */
+    vec sums = exp_and_sums(x, y, max, whole);
+    if (whole < n) {
+        sums = v_add(sums, exp_and_sums(edge, edge, max, VL));
+        memcpy(y + whole, edge, (size_t)(n - whole) * sizeof *y);
+    }
+    return v_sum(sums);
+}
+
+static float largest(const float *x, ptrdiff_t n) { return largest_of(x, n); }
+
+static float exp_and_sum(const float *x, float max, float *y, ptrdiff_t n) {
+    return exp_and_sum_of(x, max, y, n);
 }
 
 static void softmax(const float *x, float *y, ptrdiff_t n) {
     const ptrdiff_t whole = n / VL * VL;
-    const float factor = 1.0f / exp_and_sum(x, largest(x, n), y, n);
+    const float factor = 1.0f / exp_and_sum_of(x, largest_of(x, n), y, n);
     const vec inverse = v_set1(factor);
     for (ptrdiff_t j = 0; j < whole; j += VL) v_store(y + j, v_mul(v_load(y + j), inverse));
     for (ptrdiff_t j = whole; j < n; j++) y[j] *= factor;
