@@ -1,13 +1,16 @@
 """How the Cython modules of src/ are compiled; everything else is said in pyproject.toml.
 
 Each .pyx is a module of its own.  Only qkv_ext._kernels links the C files; the other three reach
-them through the declarations of qkv_ext/_kernels.pxd.  Without a C compiler the install succeeds
-all the same, and the NumPy backend serves.
+them through the declarations of qkv_ext/_kernels.pxd.  All hold the id of the build, which
+qkv_ext/_build.py explains.  Without a C compiler the install succeeds all the same, and the NumPy
+backend serves.
 """
 
 import os
+import runpy
 import sys
 from glob import glob
+from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -29,11 +32,18 @@ FLAGS = {
 }
 OPTIMISE = ["-O3", "-g0"]  # left to the user where CFLAGS is set: debug, coverage, sanitizers
 
+ID = runpy.run_path("qkv_ext/_build.py")  # by its path: the package itself needs NumPy
+BUILD = ID["of_tree"](Path())
+DEPENDS = [*map(str, ID["sources"](Path())), *(f"qkv_ext/{name}" for name in ID["CONTRACT"])]
+
 
 class Build(build_ext):
     """build_ext with flags chosen by the compiler that is really there."""
 
     def build_extension(self, ext):
+        built = Path(self.get_ext_fullpath(ext.name))
+        if built.is_file() and BUILD.encode() not in built.read_bytes():
+            self.force = True  # whatever the files' times say
         kind = self.compiler.compiler_type
         flags = FLAGS.get(kind, FLAGS["unix"])
         if kind != "msvc" and not os.environ.get("CFLAGS"):
@@ -52,12 +62,8 @@ def module(name, *c_files):
     return Extension(
         f"qkv_ext._{name}",
         sources=[f"src/{name}.pyx", *c_files],
-        depends=[
-            "qkv_ext/_kernels.pxd",
-            *glob("src/*.pxi"),
-            *glob("src/kernels/*.h"),
-            *glob("src/kernels/*.def"),
-        ],
+        depends=DEPENDS,
+        define_macros=[("QKV_BUILD", BUILD)],
         include_dirs=["src/kernels"],
         libraries=[] if sys.platform == "win32" else ["m"],
         optional=not required,
