@@ -1,8 +1,13 @@
-"""What was compiled with what: builds that do not go together, and one id for one tree."""
+"""What was compiled with what: builds that do not go together, and flags."""
 
 import compileall
+import platform
 import re
+import runpy
 import shutil
+import subprocess
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -134,3 +139,87 @@ def test_one_id_for_one_tree(tmp_path):
         assert _build.of_tree(tmp_path) != build
         shutil.copyfile(TREE / name, tmp_path / name)
     assert _build.of_tree(tmp_path) == build
+
+
+# ---- G6: fast floating point --------------------------------------------------------------------
+
+
+@pytest.fixture
+def strict(monkeypatch):
+    """strict() of setup.py, without setuptools and without building anything."""
+    for name in ("setuptools", "setuptools.command", "setuptools.command.build_ext"):
+        module = types.ModuleType(name)
+        module.Extension = module.setup = lambda *_, **__: None
+        module.build_ext = object
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.chdir(TREE)
+    return runpy.run_path("setup.py")["strict"]
+
+
+FAST = """-ffast-math -funsafe-math-optimizations -ffinite-math-only -fassociative-math
+    -freciprocal-math -fno-signed-zeros -fno-honor-nans -fno-honor-infinities -fapprox-func
+    -fsingle-precision-constant -fcx-limited-range -fdenormal-fp-math=preserve-sign
+    -fdenormal-fp-math-f32=positive-zero -ffp-model=fast -ffp-model=aggressive -fp-model=fast=2
+    -mdaz-ftz -mrecip -mrecip=all -mlow-precision-div -mfpmath=387 -mfpmath=both -ftz -fast
+    -fastsse -no-prec-div -Mflushz /fp:fast -fp:fast /fp:contract /Qftz /Qfast_transcendentals
+    /clang:-ffast-math /usr/lib/gcc/crtfastmath.o"""
+FINE = """gcc -O2 -g -Wall -march=native -mfma -mfpmath=sse -fno-math-errno -fno-trapping-math
+    -ffp-contract=off -fno-fast-math -fsigned-zeros -ffp-model=precise -fp-model=strict /fp:precise
+    -fstack-protector-strong -fsanitize=address -flto -ffunction-sections -Wl,-z,now -L/fast -lfast
+    -I/usr/include/-ffast-math fast.c -DFAST -ffloat-store -fomit-frame-pointer"""
+
+
+@needs_tree
+def test_fast_math_is_left_out(strict):
+    """G6 (Cantera/cantera#1155): of compile and link commands, and it is said."""
+    dropped = set()
+    assert strict(["cc", *FAST.split(), "-shared"], dropped) == ["cc", "-shared"]
+    assert dropped == set(FAST.split())
+    dropped = set()
+    assert strict(FINE.split(), dropped) == FINE.split()
+    assert not dropped
+    assert strict(["cc", "-Ofast", "-g"], dropped) == ["cc", "-O3", "-g"]
+    assert dropped == {"-Ofast"}
+
+
+def compiler_says(tmp_path, *flags, **texts):
+    """What the C compiler says of src/kernels/scalar.c, texts in it being replaced; "" is good."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler here")
+    source = (TREE / "src" / "kernels" / "scalar.c").read_text()
+    for name, value in texts.items():
+        source, count = re.subn(rf"#define {name} .*", f"#define {name} {value}", source)
+        assert count == 1
+    (tmp_path / "kernel.c").write_text(source)
+    command = [compiler, "-std=gnu11", "-fsyntax-only", f"-I{TREE / 'src' / 'kernels'}", *flags]
+    done = subprocess.run([*command, "kernel.c"], cwd=tmp_path, capture_output=True, text=True)
+    assert bool(done.returncode) is ("error" in done.stderr), done.stderr
+    return done.stderr
+
+
+@needs_tree
+@pytest.mark.parametrize("flag", ["-Ofast", "-ffast-math", "-ffinite-math-only"])
+def test_fast_math_that_arrives_is_an_error(flag, tmp_path):
+    """G6: what a wrapper of the compiler adds."""
+    assert compiler_says(tmp_path, "-O2") == ""
+    assert "masks and NaN would be wrong" in compiler_says(tmp_path, flag)
+
+
+@needs_modules
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="reads x86's control words"
+)
+def test_import_leaves_the_control_words(python):
+    """G6: GCC before 13 links what flushes subnormals to zero into modules of -ffast-math."""
+    code = """
+import ctypes, numpy
+def control():  # of x87, and of SSE without its sticky flags
+    state = ctypes.create_string_buffer(32)
+    ctypes.CDLL(None).fegetenv(state)
+    return state.raw[:2], int.from_bytes(state.raw[28:], "little") & 0xffc0
+before = control()
+import qkv_ext
+assert control() == before
+"""
+    python(code)
