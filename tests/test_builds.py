@@ -1,6 +1,7 @@
-"""What was compiled with what: builds that do not go together, and flags."""
+"""What was compiled with what: builds that do not go together, archives, flags."""
 
 import compileall
+import modulefinder
 import platform
 import re
 import runpy
@@ -223,3 +224,46 @@ import qkv_ext
 assert control() == before
 """
     python(code)
+
+
+# ---- G7: archives, frozen applications, and tiles that product.h has not -------------------------
+
+
+def zipped(folder):
+    return Path(shutil.make_archive(folder, "zip", folder))
+
+
+def test_import_from_an_archive(python, tmp_path):
+    """G7: NumPy serves, and the reason is the archive."""
+    archive = zipped(bare_copy(tmp_path))
+    said = python(ALONE + USE, path=archive)
+    assert said.startswith(SERVED)
+    assert f"qkv_ext is imported from the zip archive {archive}" in said
+    error = python(ALONE + USE, path=archive, ok=False, QKV_EXT_REQUIRE_C="1")
+    assert "ImportError: qkv_ext._kernels cannot be loaded" in error
+
+
+@needs_modules
+def test_modules_in_an_archive(python, tmp_path):
+    """G7: they are there and do not load, which is told once."""
+    warning, count, served, *_ = python(
+        ALONE + CAUGHT + USE, path=zipped(whole_copy(tmp_path))
+    ).splitlines()
+    assert (served, count) == (SERVED, "1")
+    assert warning.startswith("RuntimeWarning qkv_ext._kernels cannot be loaded: ")
+
+
+def test_frozen_application_without_the_modules(python, tmp_path):
+    """G7 (pyinstaller/pyinstaller#1674): no compiler is blamed."""
+    said = python(ALONE + "sys.frozen = True\n" + USE, path=bare_copy(tmp_path))
+    assert said.startswith(SERVED)
+    assert "nothing: qkv_ext._kernels is not in this frozen application: it was not coll" in said
+
+
+def test_freezers_find_the_modules(tmp_path):
+    """G7 (numpy/numpy#14141): by the import statements that they can read."""
+    folder = bare_copy(tmp_path, **dict.fromkeys(COMPILED, ""))
+    (tmp_path / "program.py").write_text("import qkv_ext\n")
+    finder = modulefinder.ModuleFinder([str(folder)], excludes=["numpy", "ml_dtypes"])
+    finder.run_script(str(tmp_path / "program.py"))
+    assert {f"qkv_ext.{name}" for name in COMPILED} <= set(finder.modules)
