@@ -1,4 +1,4 @@
-"""What was compiled with what: builds that do not go together, archives, flags."""
+"""What was compiled with what: builds that do not go together, archives, flags, register tiles."""
 
 import compileall
 import modulefinder
@@ -267,3 +267,20 @@ def test_freezers_find_the_modules(tmp_path):
     finder = modulefinder.ModuleFinder([str(folder)], excludes=["numpy", "ml_dtypes"])
     finder.run_script(str(tmp_path / "program.py"))
     assert {f"qkv_ext.{name}" for name in COMPILED} <= set(finder.modules)
+
+
+@needs_tree
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        ({"ROWS": 8}, "tiles of 1 to 6 rows"),
+        ({"ROWS": 5}, "tiles of 1 to 6 rows"),
+        ({"VECS": 3}, "tiles of 2 or 4 vectors"),
+        ({"VECS": 1}, "tiles of 2 or 4 vectors"),
+        ({"THIN_ROWS": 3}, "THIN_ROWS"),
+        ({"VL": 2}, "vec is VL floats"),
+    ],
+)
+def test_register_tile_that_there_is_not(texts, said, tmp_path):
+    """A table of kernels that product.h cannot serve does not compile, instead of crashing."""
+    assert said in compiler_says(tmp_path, **texts)

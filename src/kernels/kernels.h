@@ -31,6 +31,7 @@
 #endif
 
 enum { PANEL = 64, TILE = 256, LANES = 16 /* the widest vector; every width divides it */ };
+_Static_assert(TILE % PANEL == 0 && PANEL % LANES == 0, "tiles are whole panels of whole vectors");
 
 /* How numbers are stored; everything is computed in float32. */
 enum { QKV_FLOAT32, QKV_FLOAT16, QKV_BFLOAT16, QKV_INT8 };
