@@ -34,6 +34,8 @@ def module_file(folder, name):
 
 def of_another_build(folder, name):
     """Give a compiled module the id of other sources, as long as its own."""
+    if sys.platform == "darwin":
+        pytest.skip("a module that was changed has no valid signature")
     file = module_file(folder, name)
     data, count = re.subn(
         rb"s[0-9a-f]{16}(?=_p[0-9a-f]{16}\0)", b"s" + b"0" * 16, file.read_bytes()
