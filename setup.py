@@ -1,13 +1,17 @@
 """How the Cython modules of src/ are compiled; everything else is said in pyproject.toml.
 
 Each .pyx is a module of its own.  Only qkv_ext._kernels links the C files; the other three reach
-them through the declarations of qkv_ext/_kernels.pxd.  Without a C compiler the install succeeds
-all the same, and the NumPy backend serves.
+them through the declarations of qkv_ext/_kernels.pxd.  All hold the id of the build, which
+qkv_ext/_build.py explains.  Without a C compiler the install succeeds all the same, and the NumPy
+backend serves.
 """
 
 import os
+import re
+import runpy
 import sys
 from glob import glob
+from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -29,13 +33,58 @@ FLAGS = {
 }
 OPTIMISE = ["-O3", "-g0"]  # left to the user where CFLAGS is set: debug, coverage, sanitizers
 
+# What breaks masks, the rules for NaN, or the subnormals of the whole process, in the spelling of
+# GCC, Clang, Intel, NVIDIA or Microsoft.  It is taken out wherever it comes from: CFLAGS, LDFLAGS,
+# CC, Python's own flags.  What a compiler adds by itself meets an #error in kernels.h.
+FAST = re.compile(
+    r"""(/clang:)?(
+        -f(fast-math|unsafe-math-optimizations|finite-math-only|associative-math|reciprocal-math)
+        | -f(no-signed-zeros|no-honor-(nans|infinities)|approx-func|single-precision-constant)
+        | -f(cx-limited-range|cx-fortran-rules|denormal-fp-math.*)
+        | -f?fp-model[=:](fast|aggressive).* | [-/]fp:(fast|contract).* | [-/]Qf(tz|ast_.*)
+        | -m(daz-ftz|recip(=.*)?|low-precision-.*|fpmath=(?!sse$).*)
+        | -(ftz|fast|fastsse|no-prec-(div|sqrt)|M(flushz|daz|fprelaxed.*)) | .*crtfastmath\.o
+    )""",
+    re.VERBOSE,
+)
+INTEL = {"icx", "icpx", "icc"}  # whose floating point is fast unless they are told
+ID = runpy.run_path("qkv_ext/_build.py")  # by its path: the package itself needs NumPy
+BUILD = ID["of_tree"](Path())
+DEPENDS = [*map(str, ID["sources"](Path())), *(f"qkv_ext/{name}" for name in ID["CONTRACT"])]
+
+
+def strict(command, dropped):
+    """A compiler's command line without fast floating point; what was left out is added to dropped.
+
+    -Ofast is -O3 with -ffast-math.
+    """
+    fast = [flag for flag in command if flag == "-Ofast" or FAST.fullmatch(flag)]
+    dropped.update(fast)
+    kept = ["-O3" if flag == "-Ofast" else flag for flag in command]
+    return [flag for flag in kept if flag not in fast]
+
 
 class Build(build_ext):
     """build_ext with flags chosen by the compiler that is really there."""
 
+    def build_extensions(self):
+        dropped = set()
+        for name in self.compiler.executables:
+            command = getattr(self.compiler, name, None)
+            if isinstance(command, list):
+                setattr(self.compiler, name, strict(command, dropped))
+        if dropped:
+            self.warn(f"left out, for NaN and masks would be wrong: {' '.join(sorted(dropped))}")
+        super().build_extensions()
+
     def build_extension(self, ext):
+        built = Path(self.get_ext_fullpath(ext.name))
+        if built.is_file() and BUILD.encode() not in built.read_bytes():
+            self.force = True  # whatever the files' times say
         kind = self.compiler.compiler_type
         flags = FLAGS.get(kind, FLAGS["unix"])
+        if INTEL & {Path(word).name for word in getattr(self.compiler, "compiler_so", ())}:
+            flags = ["-fp-model=precise", *flags]
         if kind != "msvc" and not os.environ.get("CFLAGS"):
             flags = [*flags, *OPTIMISE]
         ext.extra_compile_args = flags
@@ -52,12 +101,8 @@ def module(name, *c_files):
     return Extension(
         f"qkv_ext._{name}",
         sources=[f"src/{name}.pyx", *c_files],
-        depends=[
-            "qkv_ext/_kernels.pxd",
-            *glob("src/*.pxi"),
-            *glob("src/kernels/*.h"),
-            *glob("src/kernels/*.def"),
-        ],
+        depends=DEPENDS,
+        define_macros=[("QKV_BUILD", BUILD)],
         include_dirs=["src/kernels"],
         libraries=[] if sys.platform == "win32" else ["m"],
         optional=not required,

@@ -1,6 +1,7 @@
 from qkv_ext._arrays import Array
 from qkv_ext._check import Problem
 
+BUILD: str
 NO_LIMIT: int
 
 def attention(problem: Problem, isa: int) -> None: ...

@@ -7,16 +7,17 @@ simply the slowest of them and is always there.  Nothing here is changed after i
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv_ext import _numpy
+from qkv_ext import _build, _numpy
 
 _COMPILED_MODULES = ("_kernels", "_matmul", "_softmax", "_attention")
 _FLOAT64 = np.dtype(np.float64)
@@ -66,30 +67,75 @@ def _installed() -> bool:
     return True
 
 
+def _compiled_modules() -> Iterator[Any]:
+    """Import them one after the other: spelt out, for the tools that freeze an application."""
+    import qkv_ext._kernels
+
+    yield qkv_ext._kernels
+    import qkv_ext._matmul
+
+    yield qkv_ext._matmul
+    import qkv_ext._softmax
+
+    yield qkv_ext._softmax
+    import qkv_ext._attention
+
+    yield qkv_ext._attention
+
+
+def _why_missing(full: str) -> tuple[str, bool]:
+    """Why there is no such module, and whether that is to be expected of an installation."""
+    loader: Any = sys.modules[__name__].__loader__
+    archive = getattr(loader, "archive", None)
+    if getattr(sys, "frozen", False) or "__compiled__" in globals():  # the latter is Nuitka's
+        missing = "it was not collected, or not built where the application was made"
+        return f"{full} is not in this frozen application: {missing}", _installed()
+    if archive is not None:
+        reason = f"{full} cannot be loaded: qkv_ext is imported from the zip archive {archive}, "
+        reason += "and compiled modules load from folders only"
+        return reason, _installed() and not _holds(loader, full)
+    if _installed():
+        return f"{full} was not built: no C compiler at install time, or its build failed", True
+    return f"{full} was not built: this is an unbuilt clone, see 'pip install -e .'", False
+
+
+def _holds(loader: Any, full: str) -> bool:
+    """Whether an archive holds a compiled module of this package."""
+    for suffix in EXTENSION_SUFFIXES:
+        try:
+            loader.get_data(str(Path(__file__).with_name(full.rpartition(".")[2] + suffix)))
+            return True
+        except OSError:
+            pass
+    return False
+
+
 def _load(required: bool) -> tuple[dict[str, Any], str]:
     """The compiled modules by name, or none of them and the reason.
 
     A module that was never built is silent where the package is installed (an installation without
-    a compiler).  One that is there and does not load is told once; any other exception in it is a
-    bug and propagates.
+    a compiler).  One that is there and does not load, or is of another build than the others or
+    the Python files, is told once; any other exception in it is a bug and propagates.
     """
-    modules = {}
+    modules: dict[str, Any] = {}
+    python, imports = _build.of_python(), _compiled_modules()
     for name in _COMPILED_MODULES:
         full = f"qkv_ext.{name}"
         try:
-            modules[name] = importlib.import_module(full)
-        except (ImportError, OSError) as error:
+            modules[name] = next(imports)
+            _build.check(modules, name == _COMPILED_MODULES[-1], python)
+        except (ImportError, OSError, TypeError) as error:
+            expected = False
             if isinstance(error, ModuleNotFoundError) and error.name == full:
-                reason = f"{full} was not built: no C compiler at install time, or its build failed"
-                if not _installed():
-                    reason = (
-                        f"{full} was not built: this is an unbuilt clone, see 'pip install -e .'"
-                    )
-                elif not required:
-                    return {}, reason
+                reason, expected = _why_missing(full)
+            elif "C function" in str(error):  # Cython's own check of what _kernels declares
+                reason = f"{full} does not load: {error}; {_build.REINSTALL}"
+            elif isinstance(error, TypeError):
+                raise
             else:
                 reason = f"{full} does not load: {error}"
-            _fail_or_warn(required, reason, error)
+            if required or not expected:
+                _fail_or_warn(required, reason, error)
             return {}, reason
     return modules, ""
 

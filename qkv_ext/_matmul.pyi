@@ -1,6 +1,7 @@
 from qkv_ext._arrays import Array
 from qkv_ext._check import Product
 
+BUILD: str
 MOST_AXES: int
 
 def product(problem: Product, isa: int) -> None: ...

@@ -1,6 +1,7 @@
 from qkv_ext._arrays import Array
 from qkv_ext._check import Rows
 
+BUILD: str
 MOST_AXES: int
 
 def softmax(problem: Rows, isa: int) -> None: ...

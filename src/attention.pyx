@@ -46,6 +46,8 @@ import numpy
 
 from qkv_ext._rules import OPEN as NO_LIMIT
 
+include "build.pxi"
+
 
 cdef enum:
     SPLIT = 1024         # keys of a split, a multiple of TILE

@@ -4,6 +4,8 @@
 
 from cpython.buffer cimport PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 
+include "build.pxi"
+
 cdef extern from "Python.h":
     int PyErr_CheckSignals() noexcept
 

@@ -27,6 +27,8 @@ import numpy
 
 from qkv_ext._arrays import MOST as MOST_AXES
 
+include "build.pxi"
+
 
 cdef int MOST = MOST_AXES
 cdef object float32 = numpy.dtype("float32")

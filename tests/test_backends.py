@@ -3,12 +3,12 @@
 import io
 import os
 import platform
-import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from copies import ALONE, CAUGHT, SERVED, USE, bare_copy
 from tolerance import assert_same_bits
 
 import qkv_ext
@@ -274,45 +274,6 @@ def test_threads_may_be_any_integer(threads, rng):
 
 
 # ---- F6: modules that are not there, or do not load ---------------------------------------------
-
-
-def bare_copy(tmp_path, **modules):
-    """A folder with the package's Python files, and the given text as modules in place of C."""
-    folder = tmp_path / "copy"
-    shutil.copytree(
-        Path(qkv_ext.__file__).parent,
-        folder / "qkv_ext",
-        ignore=shutil.ignore_patterns("*.so", "*.pyd", "__pycache__"),
-    )
-    for name, text in modules.items():
-        (folder / "qkv_ext" / f"{name}.py").write_text(text)
-    info = folder / "qkv_ext-0.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: qkv_ext\nVersion: 0.0\n")
-    return folder
-
-
-# an editable installation finds modules of the package whatever its folder is
-ALONE = """
-import sys
-sys.meta_path[:] = [x for x in sys.meta_path if "editable" not in getattr(x, "__module__", "")]
-"""
-USE = """
-import numpy as np, qkv_ext
-x = np.ones((3, 4), "f4")
-print(qkv_ext.backends(), qkv_ext.scaled_dot_product_attention(x, x, x).sum())
-qkv_ext.show_config()
-"""
-SERVED = "('numpy',) 12.0"
-CAUGHT = """
-import warnings
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    import qkv_ext
-for one in caught:
-    print(one.category.__name__, one.message)
-print(len(caught))
-"""
 
 
 def test_installed_without_a_compiler_is_silent(python, tmp_path):

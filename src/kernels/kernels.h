@@ -17,6 +17,14 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* setup.py takes flags for fast floating point out of what the user gives; what still arrives, by a
+   wrapper of the compiler or a pragma, ends here. */
+#if defined(__FAST_MATH__) || defined(_M_FP_FAST) || defined(__ASSOCIATIVE_MATH__) ||              \
+        defined(__RECIPROCAL_MATH__) || defined(__NO_SIGNED_ZEROS__) ||                            \
+        (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
+#error "fast floating point (-ffast-math, /fp:fast or a part of it): masks and NaN would be wrong"
+#endif
+
 #if defined(__x86_64__) || defined(_M_X64)
 #define QKV_X86_64 1
 #elif defined(__aarch64__) || defined(_M_ARM64)
@@ -24,6 +32,7 @@
 #endif
 
 enum { PANEL = 64, TILE = 256, LANES = 16 /* the widest vector; every width divides it */ };
+_Static_assert(TILE % PANEL == 0 && PANEL % LANES == 0, "tiles are whole panels of whole vectors");
 
 /* How numbers are stored; everything is computed in float32. */
 enum { QKV_FLOAT32, QKV_FLOAT16, QKV_BFLOAT16, QKV_INT8 };

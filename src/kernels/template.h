@@ -1,7 +1,7 @@
 /* The micro-kernels, written once in a small vector vocabulary.  The including file defines
 
      vec, VL                    a vector of VL floats
-     ROWS, VECS                 the register tile of a product: ROWS rows by VECS vectors
+     ROWS, VECS                 the register tile of a product: ROWS rows (6) by VECS vectors (2, 4)
      V_REGISTERS                the letter of inline assembly for a register that holds a vector
      THIN_ROWS                  how many rows by WIDE vectors the registers hold, 1 or 2
      v_zero v_set1              constants
@@ -32,6 +32,14 @@ enum {
     WIDE = 8,            /* vectors of their tile */
     LONG_COLUMNS = 4096, /* sums of a long row at most: half of the first-level cache */
 };
+_Static_assert(sizeof(vec) == VL * sizeof(float), "vec is VL floats");
+_Static_assert(LANES % VL == 0, "VL divides LANES, up to which kernels read and write");
+_Static_assert(ROWS == 6, "product.h has register tiles of 1 to 6 rows");
+_Static_assert(VECS == 2 || VECS == 4, "product.h has register tiles of 2 or 4 vectors");
+_Static_assert(THIN_ROWS == 1 || THIN_ROWS == 2, "product.h has THIN_ROWS 1 or 2");
+_Static_assert(LONG_COLUMNS / 16 >= VL && LONG_COLUMNS % VL == 0, "long rows are whole vectors");
+_Static_assert(QKV_BFLOAT16 == QKV_FLOAT16 + 1 && QKV_INT8 == QKV_FLOAT16 + 2,
+               "product.h has its table of storage types in this order");
 
 #if defined(__GNUC__)
 #define ALWAYS_INLINE inline __attribute__((always_inline))

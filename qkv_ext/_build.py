@@ -1,0 +1,89 @@
+"""The id of a build: whether the compiled modules and these Python files were made for each other.
+
+Modules of two builds side by side, or Python files that are newer than the modules, read each
+other's memory wrongly.  An upgrade in place of which one module fails to compile leaves the first,
+``git pull`` under an editable installation the second.  So setup.py compiles an id into each
+module, and _backends.py compares them before anything is called.  It is two hashes:
+
+    SOURCES    what the modules are compiled from
+    CONTRACT   the Python files that say what the modules are given: problems, rules, pages, panels
+
+The modules have to agree on both, and with the Python files on the second, which is taken of their
+text at import: an edit of any other file needs no new build.  Contents count, but not times, nor
+the newlines that git may change.  Python files that are not there as text, as in a frozen
+application, came together with the modules and are not compared.
+
+The hash is Python's own for source files; like the modules, it belongs to one version of Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from importlib.util import source_hash
+from pathlib import Path
+from typing import Any
+
+SOURCES = (  # patterns, from the root of the tree; src/*.c is what Cython makes
+    "setup.py",
+    "qkv_ext/*.pxd",
+    "src/*.pyx",
+    "src/*.pxi",
+    "src/*.h",
+    "src/kernels/*.c",
+    "src/kernels/*.h",
+    "src/kernels/*.def",
+)
+CONTRACT = (
+    "_arrays.py",
+    "_backends.py",
+    "_check.py",
+    "_packed.py",
+    "_pages.py",
+    "_rules.py",
+    "_storage.py",
+    "_store.py",
+)
+REINSTALL = (
+    "install it again: 'pip install -e .' in a clone, else "
+    "'pip install --force-reinstall --no-cache-dir qkv_ext'"
+)
+
+
+def _hash(files: Iterable[Path]) -> str:
+    texts = (b"%s\0%s\0" % (file.name.encode(), file.read_bytes()) for file in files)
+    return source_hash(b"".join(texts).replace(b"\r\n", b"\n")).hex()
+
+
+def of_python(package: Path = Path(__file__).parent) -> str | None:
+    """The hash of the Python files of a package, None where they are not there as text."""
+    try:
+        return _hash(package / name for name in CONTRACT)
+    except OSError:
+        return None
+
+
+def sources(root: Path) -> list[Path]:
+    """The files of a tree that its modules are compiled from."""
+    found = (file for pattern in SOURCES for file in root.glob(pattern))
+    return sorted(file for file in found if not file.name.startswith("."))
+
+
+def of_tree(root: Path) -> str:
+    """The id of a build of a tree: an identifier of C."""
+    return f"s{_hash(sources(root))}_p{of_python(root / 'qkv_ext')}"
+
+
+def check(modules: Mapping[str, Any], complete: bool, python: str | None) -> None:
+    """ImportError where the last of the modules is of another build than the first, or than python.
+
+    python is what of_python() said.  Modules of a build before there were ids have none; where that
+    is true of all of them, the last says so.
+    """
+    first, last = (list(modules.values())[at] for at in (0, -1))
+    build = getattr(last, "BUILD", None)
+    if build != getattr(first, "BUILD", None):
+        raise ImportError(f"it is of another build than {first.__name__}; {REINSTALL}")
+    if build is None and complete:
+        raise ImportError(f"it has no build id, so its build is an old one; {REINSTALL}")
+    if build is not None and python is not None and not build.endswith(f"_p{python}"):
+        raise ImportError(f"it was built for other Python files of qkv_ext; {REINSTALL}")
