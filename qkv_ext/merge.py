@@ -96,14 +96,15 @@ def merge_attention(
             top = np.maximum(top, each)
         top = np.where(top == -np.inf, 0, top)  # -inf - (-inf) is no number
         total = np.zeros_like(top)
+        for each in logs:
+            total += np.exp(each - top)
         output = np.zeros(parts[0].shape, top.dtype)
         for part, each in zip(parts, logs, strict=True):
-            weight = np.exp(each - top)
-            total += weight
+            # divided before it meets the part: the sum of large ones stays finite
+            weight = np.exp(each - top) / np.where(total == 0, 1, total)
             # what an empty part holds is selected, not added, so that NaN cannot leak
             empty = _along(each == -np.inf, layout)
             output += np.where(empty, 0, _along(weight, layout) * part)
-        output /= _along(np.where(total == 0, 1, total), layout)
         return output.astype(parts[0].dtype, copy=False), top + np.log(total)
 
 

@@ -169,6 +169,16 @@ def test_weight_with_no_columns_or_rows(backend):
             assert linear(x, weight, backend=backend).tolist() == [[0.0] * d_out] * 3
 
 
+@pytest.mark.parametrize("n", [300_000, 3_000_000])
+def test_softmax_of_a_long_row(n, backend, rng):
+    """Sums run over tiles: the weights of equal numbers, and of normal ones, sum to 1."""
+    for x in (np.zeros(n, np.float32), rng.standard_normal(n, np.float32)):
+        weights = qkv_ext.softmax(x, backend=backend)
+        assert abs(weights.sum(dtype=np.float64) - 1) < 1e-6
+    x[n // 3] = np.nan
+    assert np.isnan(qkv_ext.softmax(x, backend=backend)).all()
+
+
 @pytest.mark.parametrize("shape", [(8, 100), (1, 1), (3, 64), (300, 65), (5, 0), (0, 5)])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_packed_weight(dtype, shape, rng):

@@ -221,6 +221,14 @@ def test_not_finite_numbers(value, backend):
     assert lse.tolist() == [np.float32(np.log(2))]
 
 
+def test_large_parts_stay_finite(backend):
+    """Weights are divided by their sum before they meet what is large."""
+    parts = [np.full((1, 2), value, np.float32) for value in (1e38, 3e38, 1e38, 3e38)]
+    output, lse = qkv_ext.merge_attention(parts, [np.zeros(1, np.float32)] * 4, backend=backend)
+    np.testing.assert_allclose(output, 2e38, rtol=1e-6)
+    np.testing.assert_allclose(lse, np.log(4), rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_half_types(name, backend, rng):
     """Merged in float32 and rounded once; the lse stays float32."""

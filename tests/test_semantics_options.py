@@ -234,6 +234,23 @@ def test_slopes_take_the_distance_off(length, backend, rng):
     assert_same(actual[1], alone[1], backend)
 
 
+@pytest.mark.parametrize("power", [0, 3, 22, 23, 24, 25, 31, 40, 52])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_distances_are_exact_however_far(power, sign, backend, rng):
+    """As far as the formula's are: integers, rounded once to floats of their own."""
+    for off in (-300, -17, -1, 0, 1, 5, 18, 301):
+        first = sign * 2**power + off
+        distance = np.abs(first + np.arange(3)[:, None] - np.arange(40))
+        slope = np.float32(2.0 ** -max(power - 3, 0))  # whose products with distances are exact
+        scores = -slope * (distance.astype(np.float32) - np.float32(distance.min()))
+        expected = np.exp(scores.astype(np.float64))
+        expected /= expected.sum(axis=-1, keepdims=True)
+        zeros = np.zeros((2, 40, 4), np.float32)
+        _, weights = sdpa(zeros[:, :3], zeros, zeros, alibi_slopes=np.array([slope]),
+                          query_offset=first, return_weights=True, backend=backend)  # fmt: skip
+        np.testing.assert_allclose(weights[1], expected, rtol=2e-6, atol=1e-7)
+
+
 def test_sinks_take_part_in_the_denominator_only(backend):
     """One logit per head: two keys of score 0 and a sink of log 2 weigh 1/4 each."""
     q, k = np.zeros((1, 2, 3, 4), np.float32), np.zeros((1, 1, 2, 4), np.float32)

@@ -32,12 +32,21 @@ static ALWAYS_INLINE vec exp_and_sums(const float *x, float *y, float max, ptrdi
     return v_add(a, b);
 }
 
+/* |at - lane| for each lane: as floats where these are exact, else from integers, rounded once. */
+static ALWAYS_INLINE vec distances(ptrdiff_t at) {
+    float lanes[VL];
+    if (at > -(1 << 23) && at < 1 << 23) {
+        for (int u = 0; u < VL; u++) lanes[u] = (float)u;
+        return v_abs(v_sub(v_set1((float)at), v_load(lanes)));
+    }
+    for (int u = 0; u < VL; u++) lanes[u] = (float)(at < u ? u - at : at - u);
+    return v_load(lanes);
+}
+
 /* What a score goes through beside the plain formula: softcap, ALiBi, float mask, bool mask.  Masks
    are not read past column n. */
 static void adjust_row(float *s, ptrdiff_t n, ptrdiff_t first, const qkv_row *row) {
     const ptrdiff_t step = row->mask_step;
-    float lanes[VL];
-    for (int u = 0; u < VL; u++) lanes[u] = (float)u;
     for (ptrdiff_t j = 0; j < n; j += VL) {
         ptrdiff_t filled = MIN(VL, n - j);
         vec x = v_load(s + j);
@@ -45,10 +54,8 @@ static void adjust_row(float *s, ptrdiff_t n, ptrdiff_t first, const qkv_row *ro
             vec cap = v_set1(row->softcap);
             x = v_mul(cap, v_tanh(v_div(x, cap)));
         }
-        if (row->slope != 0.0f) {
-            vec distance = v_sub(v_set1((float)(row->position - first - j)), v_load(lanes));
-            x = v_fnma(v_set1(row->slope), v_abs(distance), x);
-        }
+        if (row->slope != 0.0f)
+            x = v_fnma(v_set1(row->slope), distances(row->position - first - j), x);
         if (row->bias) {
             const float *bias = row->bias + (first + j) * step;
             x = v_bias(x, step ? v_load_n(bias, filled) : v_set1(*bias));
@@ -127,7 +134,9 @@ static ALWAYS_INLINE float exp_and_sum_of(const float *x, float max, float *y, p
     const ptrdiff_t whole = n / VL * VL;
     float edge[VL];
     if (whole < n) load_edge(edge, x + whole, (size_t)(n - whole)); /* y may be x */
-    vec sums = exp_and_sums(x, y, max, whole);
+    vec sums = v_zero();
+    for (ptrdiff_t j = 0; j < whole; j += TILE)
+        sums = v_add(sums, exp_and_sums(x + j, y + j, max, MIN(TILE, whole - j)));
     if (whole < n) {
         sums = v_add(sums, exp_and_sums(edge, edge, max, VL));
         memcpy(y + whole, edge, (size_t)(n - whole) * sizeof *y);
