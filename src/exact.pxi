@@ -168,8 +168,7 @@ cdef void weigh_rows(const Call *call, Desk *desk, Py_ssize_t first, Py_ssize_t 
         scores = desk.scores + r * (TILE + LANES) + start
         lo = min(max(row.lo - tile - start, 0), n)
         hi = min(max(row.hi - tile - start, lo), n)
-        if row.softcap != 0.0 or row.slope != 0.0 or row.bias != NULL or row.keep != NULL:
-            call.ops.adjust(scores, n, tile + start, row)
+        call.ops.adjust(scores, n, tile + start, row)
         for j in range(lo):
             scores[j] = -INFINITY
         for j in range(hi, n):
