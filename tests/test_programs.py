@@ -1,6 +1,5 @@
 """Every program of the project: any encoding, one line for a bad value, quiet ends (G8)."""
 
-import contextlib
 import io
 import json
 import os
@@ -40,8 +39,6 @@ def started(tmp_path):
     def start(*arguments, **environment):
         if "bench" in arguments and not (CLONE / "bench").is_dir():
             pytest.skip("the bench lies in the clone only")
-        if arguments[0].endswith(".py") and not Path(arguments[0]).is_file():
-            pytest.skip("the examples are not here")
         kept = {k: x for k, x in os.environ.items() if not k.startswith(("QKV_EXT_", "PYTHON"))}
         path = os.pathsep.join(map(str, dict.fromkeys([ROOT, CLONE])))
         running.append(
@@ -99,14 +96,9 @@ def test_help_in_any_encoding(name, encoding, started):
     blocked = "import sys; sys.modules |= dict.fromkeys({'safetensors', 'tokenizers', 'tqdm', "
     blocked += "'glassllm', 'rich', 'matplotlib', 'threadpoolctl'}); import runpy; "
     *kind, what = PROGRAMS[name]
-    if kind:
-        run = f"sys.argv = ['x', '--help']; runpy.run_module({what!r}, run_name='__main__')"
-    else:
-        run = f"sys.argv = ['x', '--help']; runpy.run_path({what!r}, run_name='__main__')"
-    with contextlib.suppress(pytest.skip.Exception):
-        started(*PROGRAMS[name])
-    process = started("-c", blocked + run, *kind, what, PYTHONIOENCODING=encoding)
-    status, output, errors = ended(process)
+    run = f"runpy.run_{'module' if kind else 'path'}({what!r}, run_name='__main__')"
+    code = f"{blocked} sys.argv = ['x', '--help']; {run}"
+    status, output, errors = ended(started("-c", code, what, PYTHONIOENCODING=encoding))
     assert (status, errors) == (0, "")
     assert name == "article" or b"--help" in output
 
