@@ -1,4 +1,4 @@
-"""A plugin for every pytest of .ci/run: a skip or an expected failure that is not listed fails it."""
+"""A plugin for every pytest of .ci/run: a skip or expected failure that is not listed fails it."""
 
 import os
 import re
