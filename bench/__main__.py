@@ -1,8 +1,8 @@
 """``python -m bench``, from the clone: see --help."""
 
-import sys
+from importlib import import_module
+
+from qkv_ext._program import run
 
 if __name__ == "__main__":  # not in the workers, which import this file again
-    from bench.command import main
-
-    sys.exit(main())
+    run(lambda: import_module("bench.command").main())

@@ -25,6 +25,8 @@ from bench.results import Results
 from bench.rivals import RIVALS, matching
 from bench.screen import Screen
 from bench.table import Table, cells, machine_lines, main_table, memory_table, notes
+from qkv_ext._program import INTERRUPTED, Parser, number, one_line
+from qkv_ext._threads import MOST
 
 ABOUT = """Measure qkv_ext against its rivals on this machine.
 
@@ -39,8 +41,8 @@ to install (pip install torch jax), for their builds differ between machines.
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+def parser() -> Parser:
+    made = Parser(
         prog="python -m bench", description=ABOUT, epilog=NEEDS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
@@ -49,9 +51,11 @@ def parser() -> argparse.ArgumentParser:
     add("--cases", default="", metavar="TEXT", help="only those whose name holds this text")
     add("--quick", action="store_true", help="a few rows, under two minutes")
     add("--rivals", default="", help=f"comma-separated: {', '.join(RIVALS)} (all)")
-    add("--threads", type=int, default=usable_cpus(), help="of every rival (%(default)s)")
-    add("--rounds", type=int, help="alternating rounds (5; 3 with --quick)")
-    add("--seconds", type=float, help="per rival and round (0.4; 0.1 with --quick)")
+    add("--threads", type=number(int, 1, MOST), default=usable_cpus(),
+        help="of every rival (%(default)s)")  # fmt: skip
+    add("--rounds", type=number(int, 1), help="alternating rounds (5; 3 with --quick)")
+    add("--seconds", type=number(float, 1e-6, 3600.0),
+        help="per rival and round (0.4; 0.1 with --quick)")  # fmt: skip
     add("--json", metavar="FILE", help="write everything, each round of each rival included")
     add("--markdown", metavar="FILE", help="write a report with the targets")
     add("--plot", metavar="FOLDER", help="write PNGs: ratios, roofline, growth")
@@ -97,6 +101,8 @@ def measure(options: argparse.Namespace, argv: list[str]) -> Results:
     finally:
         for worker in workers.values():
             worker.close()
+    if not results["rows"]:
+        raise KeyboardInterrupt
     return results
 
 
@@ -147,10 +153,32 @@ def check(options: argparse.Namespace) -> None:
     """What would fail after a run should fail before it."""
     for name in ("json", "markdown"):
         file = getattr(options, name)
-        if file and not Path(file).absolute().parent.is_dir():
+        if file is None:
+            continue
+        path = Path(file).absolute()
+        if not path.parent.is_dir():
             raise ValueError(f"--{name}: no folder for {file!r}")
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib, which is not installed")
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"--{name}: {file!r} cannot be written")
+    if options.plot is not None:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("--plot needs matplotlib, which is not installed")
+        Path(options.plot).mkdir(parents=True, exist_ok=True)
+
+
+def read(name: str, file: str | None) -> Results | None:
+    """The --json file of an earlier run; that it can be reported says that it is one."""
+    if file is None:
+        return None
+    try:
+        results: Results = json.loads(Path(file).read_text("utf-8"))
+        report(results, [])
+    except OSError as error:
+        raise ValueError(f"{name}: {error}") from None
+    except Exception as error:  # whatever a report of something else stumbles over
+        what = f"{file!r} is no --json file of the bench ({one_line(error)})"
+        raise ValueError(f"{name}: {what}") from None
+    return results
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -158,14 +186,17 @@ def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
     try:
         check(options)
-        old = json.loads(Path(options.against).read_text()) if options.against else None
-        results = json.loads(Path(options.source).read_text()) if options.source else None
-        results = results or measure(options, argv)
+        old = read("--against", options.against)
+        results = read("--from", options.source) or measure(options, argv)
+    except BrokenPipeError:
+        raise
     except (OSError, ValueError) as error:
-        print(f"python -m bench: {error}", file=sys.stderr)
+        print(f"python -m bench: {one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130
-    write(results, options)
-    show(results, old)
+        return INTERRUPTED
+    try:
+        write(results, options)
+    finally:  # what was measured is shown, whatever happens to the files
+        show(results, old)
     return 0

@@ -30,7 +30,10 @@ class Limits:
             command = [compiler, "-O3", "-shared", "-fPIC", str(_SOURCE), "-o", str(target)]
             if subprocess.run([*command, "-lpthread"], capture_output=True, check=False).returncode:
                 return
-            library = ctypes.CDLL(str(target))
+            try:
+                library = ctypes.CDLL(str(target))
+            except OSError:  # a temporary folder that nothing may run from
+                return
         library.fma_peak.restype = library.read_bandwidth.restype = ctypes.c_double
         library.fma_peak.argtypes = [ctypes.c_char_p, ctypes.c_int]
         library.read_bandwidth.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -76,7 +79,7 @@ def cache_bytes(level: int = 3) -> int | None:
 
 def cpu_name() -> str:
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             for line in file:
                 if line.startswith("model name"):
                     return line.split(":", 1)[1].strip()

@@ -14,6 +14,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import resource_tracker
 from typing import Any, NamedTuple
 
 import qkv_ext
@@ -47,6 +48,27 @@ def environment(threads: int) -> Iterator[None]:
         os.environ.update(before)
 
 
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """^C waits for the end, and never reaches a process that is started inside: its parent ends it.
+
+    The mask is for that process; here another thread may take the signal, so the handler waits too.
+    """
+    came: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda *_: came.append(1))
+    if CAN_STOP:
+        resource_tracker.ensure_running()  # its start would unblock the signal
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        if CAN_STOP:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+    if came:
+        raise KeyboardInterrupt
+
+
 class Worker:
     """The process of a rival, started when it is first asked, and again after it died."""
 
@@ -61,9 +83,10 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         arguments = (theirs, self.name, self.threads, self._log.name)
-        self._process = context.Process(target=serve, args=arguments, daemon=True)
-        with environment(self.threads):
-            self._process.start()
+        process = context.Process(target=serve, args=arguments, daemon=True)
+        with environment(self.threads), uninterrupted():
+            process.start()
+            self._process = process
         theirs.close()
         answer = self._answer()
         self.line, self.absent = answer.get("line", ""), answer.get("skipped")

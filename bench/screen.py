@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import TracebackType
 from typing import Any, Self
 
@@ -53,8 +52,7 @@ class Screen:
         if self._console is not None:
             self._console.print(text, soft_wrap=True)
         else:
-            print(text)
-        sys.stdout.flush()
+            print(text, flush=True)
 
     def table(self, table: Table) -> None:
         room = self._console.width - MARGIN if self._console is not None else WIDTH

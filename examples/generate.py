@@ -15,7 +15,6 @@ here; of glassllm only the weights and the tokenizer are used.
     python examples/generate.py --compare                  every storage type, and every backend
 """
 
-import argparse
 import importlib.util
 import itertools
 import json
@@ -26,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 import qkv_ext
+from qkv_ext._program import Parser, number, run
 
 PROMPTS = {"en": "Alice was beginning to get very tired", "pt": "Capitu olhou para o mar e"}
 STORAGE = ("float32", "float16", "bfloat16", "int8")
@@ -198,19 +198,19 @@ def compare(decoder, ids, count, **options):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("prompt", nargs="?", help="what the text begins with")
-    parser.add_argument("--lang", choices=("en", "pt"), default="en", help="which model")
-    parser.add_argument("--tokens", type=int, default=60, help="how many tokens to add")
-    parser.add_argument("--dtype", choices=STORAGE, default="float32", help="of keys and values")
-    parser.add_argument("--temperature", type=float, default=0.8, help="of the sampled text")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampled text")
-    parser.add_argument("--continuations", type=int, default=1, help="how many at once")
-    parser.add_argument("--threads", type=int, help="how many threads qkv_ext may use")
-    parser.add_argument("--compare", action="store_true", help="measure every storage type instead")
+    parser = Parser(description=__doc__.splitlines()[0])
+    count, seed = number(int, 1, 10**6), number(int, 0)
+    add = parser.add_argument
+    add("prompt", nargs="?", help="what the text begins with")
+    add("--lang", choices=PROMPTS, default="en", help="which model")
+    add("--tokens", type=count, default=60, help="how many tokens to add")
+    add("--dtype", choices=STORAGE, default="float32", help="of keys and values")
+    add("--temperature", type=number(float, 0.01, 100.0), default=0.8, help="of the sampled text")
+    add("--seed", type=seed, default=0, help="of the sampled text")
+    add("--continuations", type=number(int, 1, 1000), default=1, help="how many at once")
+    add("--threads", type=count, help="how many threads qkv_ext may use")
+    add("--compare", action="store_true", help="measure every storage type instead")
     args = parser.parse_args(argv)
-    if args.tokens < 1 or args.continuations < 1 or not args.temperature > 0:
-        parser.error("--tokens, --continuations and --temperature have to be positive")
 
     decoder, tokenizer = load(args.lang)
     prompt = PROMPTS[args.lang] if args.prompt is None else args.prompt
@@ -239,4 +239,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -16,7 +16,6 @@ and 12 heads of 32: qkv_ext computes all of its projections and its attention, t
 DIR holds model.safetensors and tokenizer.json, and config.json where BERT base's sizes don't fit.
 """
 
-import argparse
 import importlib.util
 import json
 import re
@@ -28,13 +27,7 @@ from pathlib import Path
 import numpy as np
 
 import qkv_ext
-
-try:
-    from safetensors.numpy import load_file
-    from tokenizers import Tokenizer
-    from tqdm import tqdm
-except ImportError as error:
-    sys.exit(f'{error.name} is missing: pip install -e ".[examples]"')
+from qkv_ext._program import Parser, number, one_line, run
 
 QUESTIONS = (
     "What happens when a number is divided by zero?",
@@ -116,12 +109,23 @@ class Encoder:
         num_layers = sum(name.endswith("attention.self.query.weight") for name in tensors)
         self.layers = [BertLayer(tensors, f"encoder.layer.{i}", config) for i in range(num_layers)]
         self.tokenizer = tokenizer
+        if tokenizer.get_vocab_size() > len(self.words):
+            known = f"{tokenizer.get_vocab_size()} tokens, the model {len(self.words)}"
+            raise ValueError(f"the tokenizer knows {known}")
+        if not self.layers:
+            raise ValueError("no tensor is named encoder.layer.0.attention.self.query.weight")
         tokenizer.no_padding()
         tokenizer.enable_truncation(min(max_tokens, len(self.positions)))
 
     @classmethod
     def from_folder(cls, folder):
         """Read model.safetensors, tokenizer.json and, where they are there, the two settings."""
+        from safetensors.numpy import load_file
+        from tokenizers import Tokenizer
+
+        for name in ("model.safetensors", "tokenizer.json"):
+            if not Path(folder, name).is_file():
+                raise FileNotFoundError(f"there is no {name}")
 
         def settings(name):
             path = Path(folder, name)
@@ -173,14 +177,32 @@ def find_model():
     return Path(spec.submodule_search_locations[0], "model")
 
 
+def load(folder):
+    """The encoder, after a first sentence has gone through it: what does not fit is told now."""
+    try:
+        encoder = Encoder.from_folder(folder)
+        encoder.encode(["one"])
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:  # safetensors and tokenizers raise errors of their own
+        sys.exit(f"no model can be read from {str(folder)!r}: {one_line(error)}")
+    return encoder
+
+
 def read_corpus(folder):
     """(title, text) of every .txt and .md file, or of every topic of Python's help()."""
     if folder is None:
         return importlib.import_module("pydoc_data.topics").topics.items()
-    files = [path for path in sorted(Path(folder).rglob("*")) if path.suffix in (".txt", ".md")]
+    names = (path for path in sorted(Path(folder).rglob("*")) if path.suffix in (".txt", ".md"))
+    files = [path for path in names if path.is_file()]
     if not files:
-        sys.exit(f"{folder} holds no .txt and no .md file")
+        sys.exit(f"{folder!r} holds no .txt and no .md file")
     return [(str(path.relative_to(folder)), path.read_text("utf-8", "replace")) for path in files]
+
+
+def valid(text):
+    """The text without what is no Unicode in the name of a file or an argument."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def split(title, text, size=700):
@@ -214,27 +236,37 @@ def compare(encoder, texts, threads):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("questions", nargs="*", default=QUESTIONS, help="what to look for")
-    parser.add_argument("--corpus", help="a folder of .txt and .md files (default: Python's help)")
-    parser.add_argument("--model", help="a folder with model.safetensors and tokenizer.json")
-    parser.add_argument("--top", type=int, default=3, help="passages to print for each question")
-    parser.add_argument("--threads", type=int, help="how many threads qkv_ext may use")
-    parser.add_argument("--compare", action="store_true", help="time every backend as well")
+    parser = Parser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("questions", nargs="*", default=QUESTIONS, help="what to look for")
+    add("--corpus", help="a folder of .txt and .md files (default: Python's help)")
+    add("--model", help="a folder with model.safetensors and tokenizer.json")
+    add("--top", type=number(int, 1), default=3, help="passages to print for each question")
+    add("--threads", type=number(int, 1), help="how many threads qkv_ext may use")
+    add("--compare", action="store_true", help="time every backend as well")
     args = parser.parse_args(argv)
+    if not all(question.strip() for question in args.questions):
+        parser.error("a question is empty")
+    try:
+        from tqdm import tqdm
 
-    encoder = Encoder.from_folder(args.model or find_model())
+        encoder = load(find_model() if args.model is None else args.model)
+    except ModuleNotFoundError as error:
+        sys.exit(f'{error.name} is missing: pip install -e ".[examples]"')
     passages = dict(pair for document in read_corpus(args.corpus) for pair in split(*document))
-    texts = [f"{title}\n{passage}" for passage, title in passages.items()]  # no passage twice
+    texts = [valid(f"{title}\n{passage}") for passage, title in passages.items()]  # each once
+    if not texts:
+        parser.error(f"--corpus {args.corpus!r} holds no text")
+    questions = [valid(question) for question in args.questions]
 
     start = time.perf_counter()
     with tqdm(total=len(texts), desc="Embedding", unit=" passages", leave=False) as bar:
         vectors = encoder.encode(texts, progress=bar.update, threads=args.threads)
     print(f"Embedded {len(texts)} passages in {time.perf_counter() - start:.1f} s")
 
-    asked = encoder.encode(args.questions, threads=args.threads)
+    asked = encoder.encode(questions, threads=args.threads)
     scores = qkv_ext.matmul(asked, vectors.T, threads=args.threads)  # cosines: all have length 1
-    for question, row in zip(args.questions, scores, strict=True):
+    for question, row in zip(questions, scores, strict=True):
         print(f"\n{question}")
         for i in np.argsort(-row)[: args.top]:
             where, *lines = texts[i].splitlines()
@@ -246,4 +278,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
 from qkv_ext import _demo
+from qkv_ext._program import Parser, run
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m qkv_ext", description=_demo.__doc__)
+    parser = Parser(prog="python -m qkv_ext", description=_demo.__doc__)
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
     if parser.parse_args().json:
         print(json.dumps(_demo.as_data(), indent=1))
@@ -18,4 +18,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -10,11 +10,12 @@ from typing import Any, TextIO
 import numpy as np
 
 from qkv_ext import _backends, _threads
+from qkv_ext._text import printable
 
 
 def _cpu_name() -> str:
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     except OSError:
@@ -70,7 +71,7 @@ def show_config(file: TextIO | None = None) -> None:
     Parameters
     ----------
     file : text file, optional
-        Where to print; standard output by default.
+        Where to print; standard output by default.  What its encoding lacks is spelled in ASCII.
 
     Examples
     --------
@@ -99,4 +100,5 @@ def show_config(file: TextIO | None = None) -> None:
         f"threads     at most {c['threads']} ({c['threads_from']}); the NumPy backend leaves them "
         "to NumPy's BLAS",
     ]
-    print("\n".join(lines), file=file or sys.stdout)
+    file = sys.stdout if file is None else file
+    print(printable("\n".join(lines), file), file=file)

@@ -21,6 +21,18 @@ BACKENDS = (ASKED_FOR,) if ASKED_FOR else qkv_ext.backends()
 ROOT = Path(qkv_ext.__file__).resolve().parents[1]  #: where the package under test lies
 
 
+def pytest_addoption(parser):
+    said = "only the tests whose calls name no backend: for QKV_EXT_BACKEND, what it changes"
+    parser.addoption("--unnamed", action="store_true", help=said)
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("unnamed"):
+        named = [item for item in items if {"backend", "compiled"} & set(item.fixturenames)]
+        config.hook.pytest_deselected(items=named)
+        items[:] = [item for item in items if item not in set(named)]
+
+
 def pytest_configure(config):
     """On Arm, OpenBLAS may leave floating-point flags behind that its numbers do not explain."""
     if platform.machine() in ("aarch64", "arm64"):

