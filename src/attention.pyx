@@ -29,7 +29,7 @@ of splits, and exact.pxi the rows whose numbers are not all finite.
 from cpython.buffer cimport (
     PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_IsContiguous, PyBuffer_Release, PyObject_GetBuffer,
 )
-from libc.math cimport INFINITY, NAN, expf, isfinite, isnan, logf, sqrt
+from libc.math cimport INFINITY, NAN, exp, expf, isfinite, isnan, logf, sqrt
 from libc.stdint cimport int64_t, uint8_t, uint16_t
 from libc.string cimport memcpy, memset
 

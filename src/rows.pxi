@@ -116,8 +116,10 @@ cdef bint find_factors(const Call *call, const Place *at, Desk *desk, bint again
         if call.sinks != NULL:
             sink = call.sinks[h]
             fine = fine and isfinite(top) and not (isnan(sink) or sink == INFINITY)
-            if fine and sink > top:
-                factor = expf(top - sink)
+            if fine and sink > top + 80.0:  # a factor that is subnormal: see exact.pxi
+                fine = False
+            elif fine and sink > top:
+                factor = <float> exp(<double> top - sink)  # one error for all: none of its own
                 top = sink
                 sum = sum * factor + 1.0
             elif fine:

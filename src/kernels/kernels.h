@@ -34,6 +34,9 @@
 enum { PANEL = 64, TILE = 256, LANES = 16 /* the widest vector; every width divides it */ };
 _Static_assert(TILE % PANEL == 0 && PANEL % LANES == 0, "tiles are whole panels of whole vectors");
 
+/* How far a row's maximum may rise before the sums of earlier tiles are corrected: e^20 is 5e8. */
+#define HARDLY_LARGER 20.0f
+
 /* How numbers are stored; everything is computed in float32. */
 enum { QKV_FLOAT32, QKV_FLOAT16, QKV_BFLOAT16, QKV_INT8 };
 
@@ -81,9 +84,9 @@ typedef struct {
     void (*pack)(const float *b, ptrdiff_t ldb, float *panel, ptrdiff_t n, ptrdiff_t k);
 
     /* One step of the online softmax over the tile s[m, n] lds of the keys first .. first + n - 1.
-       Scores become exp(score - max) with max[i] the maximum of row i so far, which starts at -inf,
-       and sum[i] their sum so far; factor[i] is what the row's earlier sums are to be multiplied
-       by.  Excluded keys are selected away, never added.
+       Scores become exp(score - max) with max[i] the maximum of row i so far or up to HARDLY_LARGER
+       less, which starts at -inf, and sum[i] their sum so far; factor[i] is what the row's earlier
+       sums are to be multiplied by.  Excluded keys are selected away, never added.
        s is written up to the next multiple of LANES. */
     void (*softmax_tile)(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, ptrdiff_t first,
                          const qkv_row *rows, float *max, float *sum, float *factor);

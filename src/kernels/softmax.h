@@ -73,6 +73,13 @@ static void adjust_row(float *s, ptrdiff_t n, ptrdiff_t first, const qkv_row *ro
     }
 }
 
+/* What the sums of earlier tiles are multiplied by: rarely anything but 1, and then without an error
+   of its own, since all of them have it in common. */
+static ALWAYS_INLINE float correction(float before, float shift) {
+    if (before == shift) return 1.0f;
+    return before == -INFINITY ? 0.0f : (float)exp((double)before - shift);
+}
+
 /* Up to VL rows at a time: their maxima and sums over the lanes are found in one tree each, and
    what follows from them is computed a row per lane. */
 static void softmax_tile(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, ptrdiff_t first,
@@ -80,7 +87,7 @@ static void softmax_tile(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, ptrd
     const ptrdiff_t whole = ROUND_UP(n, VL);
     for (ptrdiff_t i = 0; i < m; i += VL, s += VL * lds) {
         const ptrdiff_t filled = MIN(VL, m - i);
-        float base[VL];
+        float base[VL], old[VL];
         vec lanes[VL];
 
         /* 1. scores: what the options add, then -inf wherever no key is allowed; their maximum */
@@ -97,8 +104,11 @@ static void softmax_tile(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, ptrd
             lanes[u] = lane_maxima(scores, whole);
         }
 
-        /* 2. the maximum so far; a row with no key yet subtracts 0, so that exp gives zeros */
+        /* 2. what is subtracted: the maximum so far, but not a new one that is hardly larger, since
+           each correction of what came before rounds it; a row with no key yet subtracts 0, so that
+           exp gives zeros */
         vec before = v_load_n(max + i, filled), top = v_max(v_maxima(lanes), before);
+        top = v_pick(v_add(before, v_set1(HARDLY_LARGER)), top, top, before);
         vec shift = v_pick(v_set1(-INFINITY), top, top, v_zero());
         v_store(base, shift);
         v_store_n(max + i, top, filled);
@@ -106,10 +116,10 @@ static void softmax_tile(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, ptrd
         /* 3. weights, their sum, and the correction of what came before */
         for (ptrdiff_t u = 0; u < filled; u++)
             lanes[u] = exp_and_sums(s + u * lds, s + u * lds, base[u], whole);
-        vec correction = v_exp(v_sub(before, shift));
-        v_store_n(factor + i, correction, filled);
-        v_store_n(sum + i, v_add(v_mul(v_load_n(sum + i, filled), correction), v_sums(lanes)),
-                  filled);
+        v_store_n(old, before, filled);
+        for (ptrdiff_t u = 0; u < filled; u++) factor[i + u] = correction(old[u], base[u]);
+        vec sums = v_mul(v_load_n(sum + i, filled), v_load_n(factor + i, filled));
+        v_store_n(sum + i, v_add(sums, v_sums(lanes)), filled);
     }
 }
 
