@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from qkv_ext._config import cpu_name
+
 _SOURCE = Path(__file__).with_name("machine.c")
 BIG = 256 * 1024 * 1024  #: bytes that no cache here holds
 
@@ -72,20 +74,9 @@ def cache_bytes(level: int = 3) -> int | None:
             if int((index / "level").read_text()) == level:
                 text = (index / "size").read_text().strip()
                 sizes.append(int(text.rstrip("KMG")) * 1024 ** "BKMG".index(text[-1]))
-        except (OSError, ValueError):
+        except (OSError, ValueError, IndexError):
             continue
     return max(sizes, default=None)
-
-
-def cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def describe(limits: Limits, isas: tuple[str, ...], threads: int) -> dict[str, Any]:

@@ -13,11 +13,13 @@ from qkv_ext import _backends, _threads
 from qkv_ext._text import printable
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """What the system calls this CPU."""
     try:
-        for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_bytes().split(b"\n"):
+            name, _, value = line.partition(b":")
+            if name.strip() == b"model name" and value.strip():
+                return value.strip().decode("utf-8", "backslashreplace")
     except OSError:
         pass
     return platform.processor() or platform.machine()
@@ -47,7 +49,7 @@ def config() -> dict[str, Any]:
         "version": qkv_ext.__version__,
         "python": platform.python_version(),
         "numpy": np.__version__,
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "machine": f"{platform.system()} {platform.machine()}",
         "compiled": compiled,
         "not_compiled_because": _backends.NOT_COMPILED,
