@@ -4,7 +4,7 @@
 
 It computes in the dtype of its inputs, float32 or float64; 16-bit numbers are cast to float32.
 Scores are made for a chunk of queries at a time, so that they never take more than a few MB.
-Multiplications are left to NumPy's BLAS, and so is the number of threads.
+Multiplications are left to NumPy's BLAS, and so is the number of threads where none is given.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qkv_ext._arrays import FLOAT32, Array, converted
+from qkv_ext._blas import held_to_threads
 
 if TYPE_CHECKING:
     from qkv_ext._check import Problem, Product, Rows
@@ -28,18 +29,23 @@ NAN = LOW * LOW  #: float32 holds every number up to here
 PIECE = 1 << 31  #: multiplications left to BLAS at a time
 
 
+@held_to_threads
 def attention(problem: Problem, isa: int = -1) -> None:
     """Write problem.out, and weights and lse where the problem has them."""
     with np.errstate(all="ignore"):  # NaN, inf and underflow are results here, not accidents
-        if problem.q.dtype.itemsize == 2:  # float16 and bfloat16: cast once, computed in float32
-            q, k, v = (converted(x, FLOAT32) for x in (problem.q, problem.k, problem.v))
-            out = np.empty(problem.out.shape, np.float32)
-            attention(problem._replace(q=q, k=k, v=v, out=out))
-            problem.out[...] = out
-            return
         for part in _items(problem):
+            part = _widened(part)
             for item, heads, queries in _chunks(part):
                 _attend(part, item, heads, queries)
+
+
+def _widened(problem: Problem) -> Problem:
+    """float16 and bfloat16 as float32, once; after the lengths, so that no other row is read."""
+    q, k, v = (
+        converted(x, FLOAT32) if x.dtype.itemsize == 2 else x
+        for x in (problem.q, problem.k, problem.v)
+    )
+    return problem._replace(q=q, k=k, v=v)
 
 
 def _items(problem: Problem) -> Iterator[Problem]:
@@ -278,6 +284,7 @@ def _plain_row(weights: Array, v: Array, allowed: Any) -> Array:
     return np.asarray(terms.sum(axis=0))
 
 
+@held_to_threads
 def product(problem: Product, isa: int = -1) -> None:
     """out = a b + bias, where b is a matrix or panels (P, K, 64) of packed columns."""
     a, b, out = problem.a, problem.b, problem.out

@@ -18,7 +18,7 @@ MOST = 256  #: what the pool of the compiled backends starts at most
 
 
 class Unasked(int):
-    """A number of threads that nobody asked for: NumPy's BLAS is not held to it."""
+    """A default that nobody asked of this library: NumPy's BLAS, which has its own, keeps it."""
 
 
 def _positive(text: str) -> int | None:
@@ -33,7 +33,8 @@ def _from_environment(environment: Mapping[str, str]) -> tuple[int, str] | None:
         value = environment.get(name, "").partition(",")[0].strip()  # OpenMP: a number a level
         number = _positive(value)
         if number is not None:
-            return min(number, MOST), name
+            number = min(number, MOST)
+            return number if name.startswith("QKV_EXT") else Unasked(number), name
         if value and name == "QKV_EXT_NUM_THREADS":  # OpenMP's has other forms: not ours to judge
             raise ValueError(f"{name} is {reprlib.repr(value)}; expected a positive integer")
     return None
@@ -111,8 +112,8 @@ def default_threads(
     cpus = _cpus() if cpus is None else cpus
     quota = _quota(root)
     if quota < cpus:
-        return max(1, math.ceil(quota)), "the control group's CPU quota"
-    return min(cpus, MOST), "the CPUs that this process may run on"
+        return Unasked(max(1, math.ceil(quota))), "the control group's CPU quota"
+    return Unasked(min(cpus, MOST)), "the CPUs that this process may run on"
 
 
 DEFAULT, SOURCE = default_threads()
