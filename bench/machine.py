@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from qkv_ext._config import cpu_name
+from qkv_ext._config import config
 
 _SOURCE = Path(__file__).with_name("machine.c")
 BIG = 256 * 1024 * 1024  #: bytes that no cache here holds
@@ -83,7 +83,7 @@ def describe(limits: Limits, isas: tuple[str, ...], threads: int) -> dict[str, A
     """Name, caches and limits, measured now."""
     peaks = {isa: limits.fma_peak(isa, threads) for isa in isas if isa != "numpy"}
     return {
-        "cpu": cpu_name(),
+        "cpu": config()["cpu"],
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "l3": cache_bytes(),

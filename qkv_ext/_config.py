@@ -13,7 +13,7 @@ from qkv_ext import _backends, _blas, _threads
 from qkv_ext._text import printable
 
 
-def cpu_name() -> str:
+def _cpu_name() -> str:
     """What the system calls this CPU."""
     try:
         for line in Path("/proc/cpuinfo").read_bytes().split(b"\n"):
@@ -49,7 +49,7 @@ def config() -> dict[str, Any]:
         "version": qkv_ext.__version__,
         "python": platform.python_version(),
         "numpy": np.__version__,
-        "cpu": cpu_name(),
+        "cpu": _cpu_name(),
         "machine": f"{platform.system()} {platform.machine()}",
         "compiled": compiled,
         "not_compiled_because": _backends.NOT_COMPILED,
