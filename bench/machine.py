@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from qkv_ext._config import config
+
 _SOURCE = Path(__file__).with_name("machine.c")
 BIG = 256 * 1024 * 1024  #: bytes that no cache here holds
 
@@ -72,27 +74,16 @@ def cache_bytes(level: int = 3) -> int | None:
             if int((index / "level").read_text()) == level:
                 text = (index / "size").read_text().strip()
                 sizes.append(int(text.rstrip("KMG")) * 1024 ** "BKMG".index(text[-1]))
-        except (OSError, ValueError):
+        except (OSError, ValueError, IndexError):
             continue
     return max(sizes, default=None)
-
-
-def cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def describe(limits: Limits, isas: tuple[str, ...], threads: int) -> dict[str, Any]:
     """Name, caches and limits, measured now."""
     peaks = {isa: limits.fma_peak(isa, threads) for isa in isas if isa != "numpy"}
     return {
-        "cpu": cpu_name(),
+        "cpu": config()["cpu"],
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "l3": cache_bytes(),

@@ -60,7 +60,7 @@ def error(case: Case, arrays: dict[str, np.ndarray], outputs: tuple[np.ndarray, 
 def status(field: str) -> int | None:
     """Bytes that /proc/self/status says of VmRSS or VmHWM, None where there is no such file."""
     try:
-        with open("/proc/self/status", encoding="ascii") as file:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
             found = re.search(rf"^{field}:\s+(\d+) kB", file.read(), re.MULTILINE)
     except OSError:
         return None

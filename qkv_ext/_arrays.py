@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 import reprlib
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array: TypeAlias = NDArray[Any]
+#: Copies (to, from) that are put off until it is known which rows are read.
+Later: TypeAlias = list[tuple[Array, Array]]
 
 MOST = 30  #: axes of an operand; NumPy broadcasts no more than 32, and heads are one more
 
@@ -39,8 +42,11 @@ def array_of(x: Any, name: str) -> Array:
     return array
 
 
-def operand(x: Any, name: str, least: int) -> Array:
-    """A native float array of at least that rank whose rows the kernels can read in place."""
+def operand(x: Any, name: str, least: int, later: Later | None = None) -> Array:
+    """A native float array of at least that rank whose rows the kernels can read in place.
+
+    What they cannot read is copied, or will be by ``copy_rows`` where there is a list for it.
+    """
     if type(x) is np.ndarray and x.dtype is FLOAT32 and x.flags.carray and least <= x.ndim <= MOST:
         return x  # the plain case, quickly
     array = array_of(x, name)
@@ -54,22 +60,42 @@ def operand(x: Any, name: str, least: int) -> Array:
         raise ValueError(f"{name} has shape {array.shape}; expected at least {axes}")
     if array.ndim > MOST:
         raise ValueError(f"{name} has {array.ndim} axes; expected at most {MOST}")
-    if not array.dtype.isnative:
-        array = converted(array, dtype)
-    elif array.dtype is not dtype:  # another object for the same dtype
+    native = array.dtype.isnative
+    if native and array.dtype is not dtype:  # another object for the same dtype
         array = array.view(dtype)
     strided = array.ndim and array.strides[-1] != array.itemsize and array.shape[-1] > 1
-    if strided or not array.flags.aligned:
-        array = converted(array, dtype)
+    if strided or not native or not array.flags.aligned:
+        array = converted(array, dtype, later)
     return array
 
 
-def converted(x: Array, dtype: np.dtype[Any]) -> Array:
+def converted(x: Array, dtype: np.dtype[Any], later: Later | None = None) -> Array:
     """A native copy in a dtype, with contiguous rows; axes that are broadcast stay so."""
     cut = tuple(slice(0, 1) if step == 0 else slice(None) for step in x.strides[:-1])
-    with np.errstate(all="ignore"):
-        copy = np.array(x[cut], dtype, order="C")
+    source = x[cut]
+    if later is None:
+        with np.errstate(all="ignore"):
+            copy = np.array(source, dtype, order="C")
+    else:
+        copy = np.empty(source.shape, dtype)
+        later.append((copy, source))
     return copy if copy.shape == x.shape else np.broadcast_to(copy, x.shape)
+
+
+def copy_rows(later: Later, lead: Sequence[int], rows: Iterable[tuple[int, int, int]]) -> None:
+    """Make copies (..., heads, n, width) that were put off: of an item, so many rows from a first.
+
+    Rows that no item has are not read.
+    """
+    rows = set(rows)
+    for copy, source in later:
+        for item, first, count in rows:
+            index = np.unravel_index(item, lead)
+            own = (i if n > 1 else 0 for i, n in zip(index, copy.shape, strict=False))
+            first = first if copy.shape[-2] > 1 else 0  # one row that is broadcast
+            part = (*own, slice(None), slice(first, first + count))
+            with np.errstate(all="ignore"):
+                copy[part] = source[part]
 
 
 _FLOATS = "float32, float64, float16 or bfloat16"

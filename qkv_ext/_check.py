@@ -9,12 +9,13 @@ kernels cannot read in place.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from qkv_ext import _arrays, _backends, _rules
-from qkv_ext._arrays import FLOAT32, Array, operand, same_dtype
+from qkv_ext._arrays import FLOAT32, Array, Later, operand, same_dtype
 from qkv_ext._packed import PackedWeight
 from qkv_ext._rules import CAUSAL, PLAIN, Rules
 from qkv_ext._store import Pages
@@ -116,6 +117,7 @@ def attention(
     given is q, k and v as the caller has them, for the errors, where they were changed already.
     Where pages hold the keys and values, q is checked and k and v tell their shapes only.
     """
+    later = None
     if pages is None and not (
         type(q) is type(k) is type(v) is np.ndarray
         and q.dtype is k.dtype is v.dtype is FLOAT32
@@ -124,7 +126,9 @@ def attention(
         and v.flags.carray
         and _arrays.MOST >= q.ndim == k.ndim == v.ndim >= 2
     ):  # what each of them is, unless they are all plain
-        q, k, v = operand(q, "q", 2), operand(k, "k", 2), operand(v, "v", 2)
+        later = _later(q_lengths is not None or kv_lengths is not None)
+        of_q, of_kv = later
+        q, k, v = operand(q, "q", 2, of_q), operand(k, "k", 2, of_kv), operand(v, "v", 2, of_kv)
         same_dtype(q=q, k=k, v=v)
         if not q.ndim == k.ndim == v.ndim:
             raise ValueError(f"{_shapes(given or (q, k, v))}; expected equal ranks")
@@ -180,6 +184,8 @@ def attention(
             align, q_lengths, kv_lengths, query_offset, key_offset, batch, inner, length, s
         )
         rules = rules if spans is None else rules._replace(spans=spans)
+        if later is not None and spans is not None:
+            copy_rows(later, layout, lead, spans)
     if mask is not None:  # below rank 4 the caller's scores have no head axis
         own = (*lead, h, length, s) if rank > 3 else (*lead, length, s)[3 - rank :]
         mask = _arrays.mask(mask, own, compute)
@@ -219,6 +225,35 @@ def attention(
     return chosen, tuple.__new__(Problem, fields), arrays, copies  # Problem(...) in half the time
 
 
+def _later(lengths: bool) -> tuple[Later | None, Later | None]:
+    """Lists for copies of q, and of k and v, that are put off where lengths leave out rows."""
+    return ([], []) if lengths else (None, None)
+
+
+def copy_rows(
+    later: tuple[Later | None, Later | None], layout: str, lead: Sequence[int], spans: Any
+) -> None:
+    """Make them now, of the rows of q, and of k and v, that the spans say are there.
+
+    layout is that of the caller's arrays, or "packed" for (T, H, D).
+    """
+    columns = (_rules.Q_START, _rules.Q_LENGTH), (_rules.K_START, _rules.K_LENGTH)
+    for copies, (start, length) in zip(later, columns, strict=True):
+        if copies:
+            rows = map(tuple, spans[:, [_rules.ITEM, start, length]].tolist())
+            by_head = [(_by_head(to, layout), _by_head(of, layout)) for to, of in copies]
+            _arrays.copy_rows(by_head, lead, rows)
+
+
+def _by_head(x: Array, layout: str) -> Array:
+    """x with the axes that an array of a Problem has: (..., heads, rows, width)."""
+    if layout == "packed":
+        return x.swapaxes(0, 1)[None]
+    if x.ndim < 4:  # (rows, width) has no batch and one head, (batch, rows, width) has one head
+        return x[None, None] if x.ndim == 2 else x[:, None]
+    return x.swapaxes(-3, -2) if layout == "blhd" else x
+
+
 _HEADLESS: dict[int, Any] = {2: (0, 0), 3: (slice(None), 0)}  # takes off the axes of a low rank
 
 
@@ -242,7 +277,8 @@ def varlen(
     backend: Any,
 ) -> Checked[Problem]:
     """Check a call of varlen_attention: one item, whose spans are the sequences."""
-    q, k, v = operand(q, "q", 3), operand(k, "k", 3), operand(v, "v", 3)
+    later = of_q, of_kv = _later(kv_lengths is not None)
+    q, k, v = operand(q, "q", 3, of_q), operand(k, "k", 3, of_kv), operand(v, "v", 3, of_kv)
     given = q, k, v
     if q.ndim != 3 or k.ndim != 3 or v.ndim != 3:
         raise ValueError(f"{_shapes(given)}; expected (Tq, H, D), (Tk, Hkv, D) and (Tk, Hkv, Dv)")
@@ -259,7 +295,9 @@ def varlen(
         None, None, None, 0, "blhd", False, False, None if out is None else out[None], threads,
         backend, given,
     )  # fmt: skip
-    rules = problem.rules._replace(spans=_rules.packed_spans(align, cu_q, cu_k, kv_lengths))
+    spans = _rules.packed_spans(align, cu_q, cu_k, kv_lengths)
+    copy_rows(later, "packed", (1,), spans)
+    rules = problem.rules._replace(spans=spans)
     compute = _arrays.compute_dtype(q.dtype)
     if alibi_slopes is not None:
         shapes = ((q.shape[1],), (len(cu_q) - 1, q.shape[1]))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from qkv_ext import _arrays, _check, _rules
-from qkv_ext._arrays import FLOAT64, Array, operand, same_dtype
+from qkv_ext._arrays import FLOAT64, Array, Later, operand, same_dtype
 from qkv_ext._check import Checked, Problem
 from qkv_ext._pages import TILE, Layout
 from qkv_ext._storage import ENTRIES
@@ -57,8 +57,8 @@ def storage(dtype: Any) -> str:
     return str(name)
 
 
-def _floats(x: Any, name: str) -> Array:
-    array = operand(x, name, 0)
+def _floats(x: Any, name: str, later: Later | None) -> Array:
+    array = operand(x, name, 0, later)
     if array.dtype == FLOAT64:
         raise TypeError(f"{name} has dtype float64; expected {_FLOATS}")
     return array
@@ -67,7 +67,8 @@ def _floats(x: Any, name: str) -> Array:
 def appended(store: Store, k: Any, v: Any, lengths: Any) -> tuple[Array, Array, list[int]]:
     """Keys (B, Hkv, n, D) and values (B, Hkv, n, Dv), and how many of them each item takes."""
     count, own = len(store.items), store.layout
-    k, v = _floats(k, "k"), _floats(v, "v")
+    later: Later | None = None if lengths is None else []
+    k, v = _floats(k, "k", later), _floats(v, "v", later)
     for x, name, last in ((k, "k", own.head_dim), (v, "v", own.v_dim)):
         if x.ndim != 4 or x.shape[:2] != (count, own.kv_heads) or x.shape[3] != last:
             raise ValueError(
@@ -81,6 +82,8 @@ def appended(store: Store, k: Any, v: Any, lengths: Any) -> tuple[Array, Array, 
     if lengths is None:
         return k, v, [n] * count
     counts: list[int] = _rules.integers(lengths, "lengths", count, 0, n).tolist()
+    if later:
+        _arrays.copy_rows(later, (count,), ((b, 0, n) for b, n in enumerate(counts)))
     most = max(counts, default=0)
     return k[:, :, :most], v[:, :, :most], counts
 
@@ -141,7 +144,8 @@ def attention(
     """Check a call of KVCache.attend; see scaled_dot_product_attention for the arguments."""
     own, lengths, pages = store.layout, store.lengths, store.pages()
     count, heads, s = len(lengths), own.kv_heads, max(lengths, default=0)
-    q = _floats(q, "q")
+    later: Later | None = None if q_lengths is None else []
+    q = _floats(q, "q", later)
     blhd = layout != "bhld"
     if blhd:
         _arrays.choice(layout, "layout", ("bhld", "blhd"))
@@ -167,6 +171,8 @@ def attention(
         q_lengths, query_offset, key_offset, layout, return_weights, return_lse, out, threads,
         backend, None, pages,
     )  # fmt: skip
+    if later:
+        _check.copy_rows((later, None), layout, (count,), problem.rules.spans)
     if any(store.dropped):
         _kept(problem, store)
     return chosen, problem, arrays, copies

@@ -9,15 +9,17 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from qkv_ext import _backends, _threads
+from qkv_ext import _backends, _blas, _threads
 from qkv_ext._text import printable
 
 
 def _cpu_name() -> str:
+    """What the system calls this CPU."""
     try:
-        for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_bytes().split(b"\n"):
+            name, _, value = line.partition(b":")
+            if name.strip() == b"model name" and value.strip():
+                return value.strip().decode("utf-8", "backslashreplace")
     except OSError:
         pass
     return platform.processor() or platform.machine()
@@ -59,6 +61,7 @@ def config() -> dict[str, Any]:
         "default_because": why,
         "threads": _threads.DEFAULT,
         "threads_from": _threads.SOURCE,
+        "threads_of_numpy": _blas.describe(),
     }
 
 
@@ -97,8 +100,7 @@ def show_config(file: TextIO | None = None) -> None:
         f"compiled    {built}",
         f"backends    {here}",
         f"default     {c['default']} ({c['default_because']})",
-        f"threads     at most {c['threads']} ({c['threads_from']}); the NumPy backend leaves them "
-        "to NumPy's BLAS",
+        f"threads     at most {c['threads']} ({c['threads_from']}); {c['threads_of_numpy']}",
     ]
     file = sys.stdout if file is None else file
     print(printable("\n".join(lines), file), file=file)

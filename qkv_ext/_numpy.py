@@ -4,7 +4,7 @@
 
 It computes in the dtype of its inputs, float32 or float64; 16-bit numbers are cast to float32.
 Scores are made for a chunk of queries at a time, so that they never take more than a few MB.
-Multiplications are left to NumPy's BLAS, and so is the number of threads.
+Multiplications are left to NumPy's BLAS, and so is the number of threads where none is given.
 """
 
 from __future__ import annotations
@@ -17,26 +17,35 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qkv_ext._arrays import FLOAT32, Array, converted
+from qkv_ext._blas import held_to_threads
 
 if TYPE_CHECKING:
     from qkv_ext._check import Problem, Product, Rows
 
 CHUNK = 1 << 20  #: scores held at a time
+LARGE = 1 << 16  #: weights and values of a head that is worth a look of its own
+LOW = 1 << 12  #: more than there are keys in a count
+NAN = LOW * LOW  #: float32 holds every number up to here
 PIECE = 1 << 31  #: multiplications left to BLAS at a time
 
 
+@held_to_threads
 def attention(problem: Problem, isa: int = -1) -> None:
     """Write problem.out, and weights and lse where the problem has them."""
     with np.errstate(all="ignore"):  # NaN, inf and underflow are results here, not accidents
-        if problem.q.dtype.itemsize == 2:  # float16 and bfloat16: cast once, computed in float32
-            q, k, v = (converted(x, FLOAT32) for x in (problem.q, problem.k, problem.v))
-            out = np.empty(problem.out.shape, np.float32)
-            attention(problem._replace(q=q, k=k, v=v, out=out))
-            problem.out[...] = out
-            return
         for part in _items(problem):
+            part = _widened(part)
             for item, heads, queries in _chunks(part):
                 _attend(part, item, heads, queries)
+
+
+def _widened(problem: Problem) -> Problem:
+    """float16 and bfloat16 as float32, once; after the lengths, so that no other row is read."""
+    q, k, v = (
+        converted(x, FLOAT32) if x.dtype.itemsize == 2 else x
+        for x in (problem.q, problem.k, problem.v)
+    )
+    return problem._replace(q=q, k=k, v=v)
 
 
 def _items(problem: Problem) -> Iterator[Problem]:
@@ -203,28 +212,79 @@ def _times_values(weights: Array, total: Array, allowed: Array | None, v: Array)
     if np.isfinite(output).all() and np.isfinite(total).all():
         weights /= total
         return output
-    # Once more with the non-finite entries of V read as 0: rows that are allowed none of them keep
-    # the bits that they would have with finite values there.
-    clean: Any = np.isfinite(v)
-    output = np.matmul(weights, np.where(clean, v, 0))
-    output /= total
-    weights /= total
-    allowed = np.ones(weights.shape, bool) if allowed is None else allowed
-    # where a row is NaN, exp(-inf - NaN) is not the weight of an excluded key
-    weights[~allowed] = 0
-    spoilt = (allowed & ~clean.all(axis=-1)[..., None, :]).any(axis=-1)
-    for row in zip(*np.nonzero(spoilt | ~np.isfinite(output).all(axis=-1)), strict=True):
-        values = v[(*row[:-2], 0)]  # the one key/value head of the row's group
-        output[row] = _plain_row(weights[row], values, allowed[row])
+    heads: Any = [...]
+    lead = weights.shape[:-3]
+    if weights.size + v.size > LARGE * math.prod(lead):
+        heads = np.ndindex(lead)  # one by one: what is computed on the way stays in a cache
+    for head in heads:
+        own = None if allowed is None else allowed[head]
+        _times_nonfinite(weights[head], total[head], own, v[head], output[head])
     return output
 
 
-def _plain_row(weights: Array, v: Array, allowed: Array) -> Array:
+def _times_nonfinite(
+    weights: Array, total: Array, allowed: Array | None, v: Array, output: Array
+) -> None:
+    """The same once more, where something is not finite, into an output that is there."""
+    # The non-finite entries of V are read as 0 in the same product: rows that are allowed none of
+    # them keep the bits that they would have with finite values there.
+    bad = ~np.isfinite(v)
+    count, finite = np.count_nonzero(bad), v
+    if count:
+        bits = v.view(f"i{v.itemsize}")
+        finite = (bits * ~bad).view(v.dtype)  # five times as fast as to select them
+        np.matmul(weights, finite, out=output)
+        output /= total
+    weights /= total
+    lost = np.isnan(total)  # rows with a NaN among their scores: NaN in every column
+    if allowed is not None and lost.any():
+        # there exp(-inf - NaN) is not the weight of an excluded key
+        np.copyto(weights, 0, where=lost & ~allowed)
+    beyond = ~np.isfinite(output).all(axis=-1, keepdims=True) & ~lost
+    if beyond.any():  # sums that overflow before the division: weights of at most 1 meet V
+        np.copyto(output, np.matmul(weights, finite), where=beyond)
+        beyond &= ~np.isfinite(output).all(axis=-1, keepdims=True)
+    if 2 * count >= v.shape[-2]:
+        _add_nonfinite(weights, allowed, v, output)
+    elif count:  # few keys hold them all
+        keys = np.unique(np.flatnonzero(bad) // v.shape[-1] % v.shape[-2])
+        some = None if allowed is None else allowed[..., keys]
+        _add_nonfinite(weights[..., keys], some, v[..., keys, :], output)
+    for row in zip(*np.nonzero(beyond[..., 0]), strict=True):
+        values = v[(*row[:-2], 0)]  # the one key/value head of the row's group
+        output[row] = _plain_row(weights[row], values, True if allowed is None else allowed[row])
+
+
+def _add_nonfinite(weights: Array, allowed: Array | None, v: Array, output: Array) -> None:
+    """Add what the non-finite entries of V are to the sums of their rows: an infinity or NaN.
+
+    They are counted, since infinity times the weight of 0 of an excluded key would be NaN.  One
+    product counts them all: +inf by ones, -inf by LOW, and by NAN or more what makes a sum NaN,
+    with infinity times an allowed weight of 0.  Below NAN it is exact.
+    """
+    zero = weights == 0
+    if allowed is not None:
+        zero &= allowed
+    low, nan = v.dtype.type(LOW), v.dtype.type(NAN)
+    rows = (weights > 0).astype(v.dtype)
+    if zero.any():
+        rows += nan * zero
+    entries = (v == np.inf) + low * (v == -np.inf) + nan * np.isnan(v)
+    sums = np.array([0, np.inf, -np.inf, np.nan, *[np.nan] * 4], v.dtype)
+    for start in range(0, v.shape[-2], LOW - 1):
+        part = slice(start, start + LOW - 1)
+        counts = np.matmul(rows[..., part], entries[..., part, :]).astype(np.int64)
+        which = (counts % LOW > 0) + 2 * (counts // LOW % LOW > 0) + 4 * (counts >= NAN)
+        output += sums[which]
+
+
+def _plain_row(weights: Array, v: Array, allowed: Any) -> Array:
     """The plain formula for one row: its allowed weights times V, in key order."""
     terms: Array = weights[allowed, None] * v[allowed]
     return np.asarray(terms.sum(axis=0))
 
 
+@held_to_threads
 def product(problem: Product, isa: int = -1) -> None:
     """out = a b + bias, where b is a matrix or panels (P, K, 64) of packed columns."""
     a, b, out = problem.a, problem.b, problem.out

@@ -155,16 +155,20 @@ class Store:
 
         MemoryError leaves the store as it was.
         """
-        k, k_scale = encode(k, self.layout.kind)
-        v, v_scale = encode(v, self.layout.kind)
+        keys, values = self._encoded(k, counts), self._encoded(v, counts)
         self._make_room(counts)
-        scales: tuple[Any, Any] = (None, None)
-        for b, count in enumerate(counts):
-            if k_scale is not None and v_scale is not None:
-                scales = k_scale[b], v_scale[b]
-            self._write(b, count, k[b], v[b], *scales)
+        for b, (count, own_k, own_v) in enumerate(zip(counts, keys, values, strict=True)):
+            self._write(b, count, own_k[0], own_v[0], own_k[1], own_v[1])
         # only now are they there: nothing that was there before has changed
         self.lengths = [a + b for a, b in zip(self.lengths, counts, strict=True)]
+
+    def _encoded(self, x: Array, counts: list[int]) -> list[tuple[Array, Array | None]]:
+        """Entries and scales of each item; what its count leaves out is not read."""
+        kind = self.layout.kind
+        if len(set(counts)) > 1:
+            return [encode(x[b, :, :count], kind) for b, count in enumerate(counts)]
+        entries, scales = encode(x, kind)
+        return [(entries[b], None if scales is None else scales[b]) for b in range(len(counts))]
 
     def _write(self, b: int, count: int, k: Array, v: Array, k_scale: Any, v_scale: Any) -> None:
         """Entries k (Hkv, n, D) and v (Hkv, n, Dv) behind the keys of an item that has room."""

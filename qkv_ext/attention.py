@@ -193,7 +193,8 @@ def scaled_dot_product_attention(
     out : array (..., H, L, Dv), optional
         Where to write the output; may be strided and may overlap an input.
     threads : int, optional
-        Upper bound on threads; small work runs on the caller's.
+        Upper bound on threads; small work runs on the caller's.  The NumPy backend holds NumPy's
+        BLAS to it, process-wide while the call runs, where threadpoolctl is installed.
     backend : str, optional
         A name of ``backends()``; by default the fastest, or what ``QKV_EXT_BACKEND`` says.
 

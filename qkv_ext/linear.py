@@ -36,7 +36,8 @@ def matmul(
     out : array (..., M, N), optional
         Where to write the result; may be strided and may overlap an input.
     threads : int, optional
-        Upper bound on threads; small products run on the caller's.
+        Upper bound on threads; small products run on the caller's.  The NumPy backend holds
+        NumPy's BLAS to it, process-wide while the call runs, where threadpoolctl is installed.
     backend : str, optional
         A name of ``backends()``.
 

@@ -18,7 +18,8 @@ from typing import Any, Literal, Unpack
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv_ext import _check, _layers, _rules
+from qkv_ext import _arrays, _check, _layers, _rules
+from qkv_ext._blas import held_to_threads
 from qkv_ext._check import Problem
 from qkv_ext._layers import Projections
 from qkv_ext.attention import Options
@@ -111,6 +112,8 @@ def trace(
     ----------
     A. Vaswani et al., "Attention Is All You Need" (2017), section 3.2.1.
     """
+    # as a whole, rows past the lengths too: they are shown
+    q, k, v = _arrays.operand(q, "q", 2), _arrays.operand(k, "k", 2), _arrays.operand(v, "v", 2)
     _, problem, arrays, copies = _check.attention(
         q, k, v, mask, causal, align, scale, window, softcap, alibi_slopes, sinks, kv_lengths,
         q_lengths, query_offset, key_offset, layout, True, True, out, threads,
@@ -135,6 +138,7 @@ def trace(
     )
 
 
+@held_to_threads
 def _steps(problem: Problem) -> dict[str, Array]:
     """The steps before the weights; weights, output and lse are written where the problem says."""
     lead, h = problem.out.shape[:-3], problem.out.shape[-3]

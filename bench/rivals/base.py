@@ -69,8 +69,8 @@ def room_for_scores(case: Attention, copies: int) -> None:
 
 def available_memory() -> float | None:
     try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            lines = dict(line.split(":", 1) for line in file)
+        with open("/proc/meminfo", encoding="ascii", errors="replace") as file:
+            lines = {name: rest for name, _, rest in (line.partition(":") for line in file)}
         return float(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, ValueError, LookupError):
+    except (OSError, LookupError, ValueError):
         return None
