@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import reprlib
+import sys
 from collections.abc import Iterable, Sequence
+from importlib import import_module
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -27,19 +29,78 @@ _LARGEST = float(np.finfo(FLOAT32).max)
 _KNOWN: dict[Any, np.dtype[Any]] = {FLOAT32: FLOAT32, FLOAT64: FLOAT64, FLOAT16: FLOAT16}
 
 
-def array_of(x: Any, name: str) -> Array:
-    """Anything array-like as an ndarray; without a copy where it speaks DLPack or has a buffer."""
+def shown(value: object) -> str:
+    """A value as an error shows it: on one line, and not endless."""
+    try:
+        return " ".join(_REPR.repr(value).split())
+    except ValueError:  # an integer of more digits than Python prints
+        return f"<{type(value).__name__}>"
+
+
+_REPR = reprlib.Repr()
+_REPR.maxlong = _REPR.maxstring = _REPR.maxother = 500
+
+
+def array_of(
+    x: Any, name: str, expected: str = "a plain array and mask=", objects: bool = False
+) -> Array:
+    """Anything array-like as an ndarray; without a copy where NumPy can read it in place.
+
+    expected is for the errors; objects says whether Python's own, such as wide integers, may stay.
+    """
     if isinstance(x, np.ndarray):
         if isinstance(x, np.ma.MaskedArray):
-            raise TypeError(f"{name} is a numpy.ma.MaskedArray; expected a plain array and mask=")
+            raise TypeError(f"{name} is a numpy.ma.MaskedArray; expected {expected}")
         return x.view(np.ndarray)
     try:
-        array = np.from_dlpack(x) if hasattr(x, "__dlpack__") else np.asarray(x)
-    except (ValueError, BufferError, RuntimeError) as error:  # ragged lists, arrays elsewhere
-        raise TypeError(f"{name} is no array that the CPU can read: {error}") from error
-    if array.dtype == object:
-        raise TypeError(f"{name} is {reprlib.repr(x)}; expected an array")
+        array = _read(x)
+    except (MemoryError, Warning):
+        raise
+    except Exception as error:  # ragged lists, arrays elsewhere, lazy ones: whatever its owner says
+        if objects and isinstance(error, ValueError):
+            raise ValueError(f"{name} is {shown(x)}; expected {expected}") from None
+        if not isinstance(error, TypeError) or str(getattr(x, "dtype", "")) != "torch.bfloat16":
+            raise TypeError(f"{name} cannot be read as an array: {error}") from error
+        array = _bfloat16_of_torch(x, name)
+    if array.dtype == object and not objects:
+        expected = "an array" if expected.startswith("a plain array") else expected
+        raise TypeError(f"{name} is {shown(x)}; expected {expected}")
     return array
+
+
+def _read(x: Any) -> Array:
+    """What an object says to NumPy itself comes before DLPack, and its buffer after it.
+
+    DLPack hands out memory as it lies.  Of torch's lazy tensors (negated, fake, masked, zero) that
+    is not what they hold: their __array__ knows, and refuses.
+    """
+    if hasattr(x, "__dlpack__") and not any(hasattr(x, way) for way in _ARRAY_PROTOCOLS):
+        try:
+            return np.from_dlpack(x)
+        except Exception:
+            array = np.asarray(x)
+            if array.dtype == object:
+                raise
+            return array
+    return np.asarray(x)
+
+
+_ARRAY_PROTOCOLS = ("__array__", "__array_interface__", "__array_struct__")
+
+
+def _bfloat16_of_torch(x: Any, name: str) -> Array:
+    """What torch does not give to NumPy for want of the dtype alone, as a view of its bits."""
+    try:
+        ml_dtypes: Any = import_module("ml_dtypes")
+    except ImportError:
+        raise TypeError(
+            f"{name} is a torch.bfloat16 tensor, which NumPy reads where ml_dtypes is installed; "
+            "expected that (pip install ml_dtypes), or .float()"
+        ) from None
+    try:
+        return np.asarray(x.view(sys.modules["torch"].int16)).view(ml_dtypes.bfloat16)
+    except Exception as error:  # on another device, sparse
+        raise TypeError(f"{name} cannot be read as an array: {error}") from error
 
 
 def operand(x: Any, name: str, least: int, later: Later | None = None) -> Array:
@@ -106,11 +167,27 @@ def compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return FLOAT64 if dtype == FLOAT64 else FLOAT32
 
 
-def same_dtype(**arrays: Array) -> None:
+def cast_to(dtype: np.dtype[Any]) -> str:
+    """What makes an array one of that dtype, for errors."""
+    return f".astype({'ml_dtypes' if dtype.name == 'bfloat16' else 'np'}.{dtype.name})"
+
+
+def same_dtype(**arrays: Any) -> None:
+    """Arrays, or packed weights, by the names of their arguments."""
     dtypes = {name: x.dtype for name, x in arrays.items()}
     if len(set(dtypes.values())) > 1:
+        packed = [x.dtype for x in arrays.values() if not isinstance(x, np.ndarray)]
+        goal = packed[0] if packed else FLOAT32  # what is packed stays what it is
+        casts = [
+            f"{name}{cast_to(goal)}"
+            for name, x in arrays.items()
+            if x.dtype != goal and isinstance(x, np.ndarray)
+        ]
         got = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        raise TypeError(f"{', '.join(dtypes)} have different dtypes ({got}); expected one dtype")
+        raise TypeError(
+            f"{', '.join(dtypes)} have different dtypes ({got}); expected one dtype"
+            + (f", as {', '.join(casts)} gives" if casts else "")
+        )
 
 
 def _overlaps_itself(x: Array) -> bool:
@@ -205,22 +282,29 @@ def switch(value: object, name: str) -> bool:
         return value
     if isinstance(value, np.bool_):
         return bool(value)
-    raise TypeError(f"{name} is {value!r}; expected True or False")
+    raise TypeError(f"{name} is {shown(value)}; expected True or False")
+
+
+def real(given: Any, name: str, expected: str) -> int | float:
+    """A real number: of Python, NumPy or ml_dtypes, or any array of rank 0.
+
+    An int stays one, since it may be beyond any float.
+    """
+    if isinstance(given, (int, float)) and not isinstance(given, bool):
+        return given if isinstance(given, int) else float(given)
+    array = array_of(given, name, expected)
+    kind = array.dtype.kind
+    if array.ndim or not (kind in "iuf" or (kind == "V" and np.can_cast(array.dtype, FLOAT64))):
+        raise TypeError(f"{name} is {shown(given)}; expected {expected}")
+    return int(array) if kind in "iu" else float(array[()])
 
 
 def number(given: Any, name: str, kind: str, range_: str, dtype: np.dtype[Any]) -> float:
-    """A real number that a dtype can hold: a Python or NumPy one, or an array of rank 0."""
-    value = given
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        value = value[()]
-    if isinstance(value, (bool, np.bool_)) or not isinstance(
-        value, (int, float, np.integer, np.floating)
-    ):
-        raise TypeError(f"{name} is {given!r}; expected a {kind} number or None")
-    value = value if isinstance(value, int) else float(value)  # an int may be beyond any float
+    """A real number that a dtype can hold."""
+    value = real(given, name, f"a {kind} number or None")
     largest = float(np.finfo(dtype).max)
     if not -largest <= value <= largest:
-        raise ValueError(f"{name} is {given!r}; expected a {range_} number or None")
+        raise ValueError(f"{name} is {shown(given)}; expected a {range_} number or None")
     return float(value)
 
 
@@ -235,8 +319,17 @@ def scale(given: Any, d: int, dtype: np.dtype[Any]) -> float:
     return number(given, "scale", "real", f"finite {dtype}", dtype)
 
 
-def choice(value: object, name: str, choices: tuple[str, ...]) -> None:
-    """Raise unless the value is one of the choices."""
-    if not isinstance(value, str) or value not in choices:
-        kind = ValueError if isinstance(value, str) else TypeError
-        raise kind(f"{name} is {value!r}; expected {' or '.join(map(repr, choices))}")
+def choice(value: object, name: str, choices: tuple[str, ...]) -> str:
+    """One of the choices."""
+    if isinstance(value, str) and value in choices:
+        return value
+    kind = ValueError if isinstance(value, str) else TypeError
+    raise kind(f"{name} is {shown(value)}; expected {' or '.join(map(repr, choices))}")
+
+
+LAYOUTS = BHLD, BLHD = "bhld", "blhd"
+ALIGNS = BOTTOM_RIGHT, TOP_LEFT = "bottom-right", "top-left"
+
+
+def is_blhd(layout: Any) -> bool:
+    return layout is not BHLD and choice(layout, "layout", LAYOUTS) == BLHD

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv_ext import _build, _numpy
+from qkv_ext._arrays import shown
 
 _COMPILED_MODULES = ("_kernels", "_matmul", "_softmax", "_attention")
 _FLOAT64 = np.dtype(np.float64)
@@ -186,12 +187,14 @@ def backends() -> tuple[str, ...]:
 
 
 def _unknown(name: object, source: str) -> Exception:
-    message = f"{source} is {name!r}; runnable on this machine: {', '.join(_TABLE)}"
+    message = f"{source} is {shown(name)}; runnable on this machine: {', '.join(_TABLE)}"
+    if not isinstance(name, str):
+        return TypeError(message)
     if name in COMPILED_IN:
         message += f" ({name} is compiled in, but this CPU or operating system cannot run it)"
-    elif NOT_COMPILED and isinstance(name, str):
+    elif NOT_COMPILED:
         message += f" ({NOT_COMPILED})"
-    return ValueError(message) if isinstance(name, str) else TypeError(message)
+    return ValueError(message)
 
 
 ASKED_FOR = os.environ.get("QKV_EXT_BACKEND") or None
@@ -235,7 +238,7 @@ def choose(name: str | None, dtype: np.dtype[Any] | None) -> Backend:
         return _TABLE["numpy"]
     try:
         backend = _TABLE[name]
-    except (KeyError, TypeError):
+    except Exception:  # no such name, or nothing that could be one
         raise _unknown(name, "backend") from None
     if dtype is _FLOAT64 and backend.isa >= 0:
         raise TypeError(f"backend {name!r} computes float32; float64 needs backend 'numpy'")

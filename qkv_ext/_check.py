@@ -15,7 +15,16 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from qkv_ext import _arrays, _backends, _rules
-from qkv_ext._arrays import FLOAT32, Array, Later, operand, same_dtype
+from qkv_ext._arrays import (
+    BHLD,
+    BOTTOM_RIGHT,
+    FLOAT32,
+    Array,
+    Later,
+    operand,
+    same_dtype,
+    shown,
+)
 from qkv_ext._packed import PackedWeight
 from qkv_ext._rules import CAUSAL, PLAIN, Rules
 from qkv_ext._store import Pages
@@ -84,6 +93,33 @@ def _shapes(given: tuple[Array, ...]) -> str:
     return "q, k and v have shapes {}, {} and {}".format(*(x.shape for x in given))
 
 
+def _misfit(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> str:
+    """Why (..., H, L, D), (..., Hkv, S, D), (..., Hkv, S, Dv) do not fit; nothing where they do."""
+    (*lead, h, _, d), (*lead_k, hkv, s, d_k), (*lead_v, hkv_v, s_v, _) = q, k, v
+    if d_k != d:
+        return f"expected one D, got {d} and {d_k}"
+    if s_v != s:
+        return f"expected one S, got {s} and {s_v}"
+    if hkv_v != hkv:
+        return "expected as many heads in k as in v"
+    if h != hkv and (hkv == 0 or h % hkv):
+        return f"expected H = {h} to be a multiple of Hkv = {hkv}"
+    try:
+        np.broadcast_shapes(tuple(lead), tuple(lead_k), tuple(lead_v))
+    except ValueError:
+        return "their leading axes do not broadcast"
+    return ""
+
+
+def _misfits(given: tuple[Array, ...], *arrays: Array) -> ValueError:
+    """The error for q, k and v, heads before lengths, and the other layout where they fit in it."""
+    message = f"{_shapes(given)}; {_misfit(*(x.shape for x in arrays))}"
+    if given[0].ndim > 3 and not _misfit(*(x.swapaxes(-3, -2).shape for x in arrays)):
+        other = "blhd" if given[0].shape == arrays[0].shape else "bhld"
+        message += f'; they fit with layout="{other}"'
+    return ValueError(message)
+
+
 NO_OFFSET = 0  #: the default itself: any other 0 is checked like every number
 
 
@@ -136,9 +172,8 @@ def attention(
     chosen = _backends.choose(backend, dtype)
 
     # q (..., H, L, D), k (..., Hkv, S, D), v (..., Hkv, S, Dv)
-    blhd = layout != "bhld"
+    blhd = layout is not BHLD and _arrays.is_blhd(layout)
     if blhd:
-        _arrays.choice(layout, "layout", ("bhld", "blhd"))
         if rank < 4:
             raise ValueError(f"layout is 'blhd', but {_shapes(given)}; expected rank 4 or more")
         q, k, v = q.swapaxes(-3, -2), k.swapaxes(-3, -2), v.swapaxes(-3, -2)
@@ -147,26 +182,23 @@ def attention(
         q, k, v = q[view], k[view], v[view]
     *lead, h, length, d = q.shape
     *lead_k, hkv, s, d_k = k.shape
-    if d_k != d:
-        raise ValueError(f"{_shapes(given)}; expected one D, got {d} and {d_k}")
     lead_v, dv = lead_k, d_k
+    fit = d_k == d and (h == hkv or (hkv > 0 and h % hkv == 0))
     if v.shape != k.shape:
         *lead_v, hkv_v, s_v, dv = v.shape
-        if s_v != s:
-            raise ValueError(f"{_shapes(given)}; expected one S, got {s} and {s_v}")
-        if hkv_v != hkv:
-            raise ValueError(f"{_shapes(given)}; expected as many heads in k as in v")
-    if h != hkv and (hkv == 0 or h % hkv):
-        raise ValueError(f"{_shapes(given)}; expected H = {h} to be a multiple of Hkv = {hkv}")
+        fit = fit and hkv_v == hkv and s_v == s
+    if not fit:
+        raise _misfits(given, q, k, v)
     if lead_k != lead or lead_v != lead:
         try:
             lead = list(np.broadcast_shapes(tuple(lead), tuple(lead_k), tuple(lead_v)))
         except ValueError:
-            raise ValueError(f"{_shapes(given)}; their leading axes do not broadcast") from None
+            raise _misfits(given, q, k, v) from None
 
     # options
-    if align != "bottom-right":
-        _arrays.choice(align, "align", ("bottom-right", "top-left"))
+    bottom_right = type(align) is str and align == BOTTOM_RIGHT  # an array is compared with nothing
+    if not bottom_right:
+        bottom_right = _arrays.choice(align, "align", _arrays.ALIGNS) == BOTTOM_RIGHT
     compute = dtype if dtype is FLOAT32 else _arrays.compute_dtype(dtype)
     scale = 1.0 / math.sqrt(d) if scale is None and d else _arrays.scale(scale, d, compute)
     inner = 1 if rank < 5 else math.prod(lead[1:])
@@ -177,7 +209,7 @@ def attention(
             causal, window, softcap, alibi_slopes, sinks, lead[0], inner, h, compute
         )
     if q_lengths is kv_lengths is query_offset is None and key_offset is NO_OFFSET:
-        shift = s - length if align == "bottom-right" else 0
+        shift = s - length if bottom_right else 0
     else:
         batch = lead[0] if rank > 2 else None
         shift, spans = _rules.spans(
@@ -411,9 +443,10 @@ def softmax(x: Any, axis: Any, out: Any, threads: Any, backend: Any) -> Checked[
     if x.ndim == 0:
         raise ValueError("x has shape (); expected at least 1 axis")
     if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
-        raise TypeError(f"axis is {axis!r}; expected an integer")
+        raise TypeError(f"axis is {shown(axis)}; expected an integer")
+    axis = int(axis)
     if not -x.ndim <= axis < x.ndim:
-        raise ValueError(f"axis is {axis}; expected one of the {x.ndim} axes of x {x.shape}")
+        raise ValueError(f"axis is {shown(axis)}; expected one of the {x.ndim} axes of x {x.shape}")
     chosen = _backends.choose(backend, x.dtype)
     output, target, copies = _result(out, x.shape, x.dtype, x)
     x = np.moveaxis(_computed(x), axis, -1)

@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 
 from qkv_ext import _arrays, _check, _rules
-from qkv_ext._arrays import FLOAT64, Array, Later, operand, same_dtype
+from qkv_ext._arrays import (
+    BHLD,
+    FLOAT32,
+    FLOAT64,
+    Array,
+    Later,
+    cast_to,
+    operand,
+    same_dtype,
+    shown,
+)
 from qkv_ext._check import Checked, Problem
 from qkv_ext._pages import TILE, Layout
 from qkv_ext._storage import ENTRIES
@@ -46,21 +56,21 @@ def storage(dtype: Any) -> str:
     name = dtype
     if not isinstance(dtype, str):
         try:
-            name = np.dtype(dtype).name
-        except TypeError:
+            name = np.dtype(dtype).name if isinstance(dtype, (type, np.dtype)) else None
+        except TypeError:  # a type without a dtype
             name = None
-        if dtype is None or name is None:
+        if name is None:
             expected = ", ".join(ENTRIES)
-            raise TypeError(f"dtype is {dtype!r}; expected one of {expected}")
+            raise TypeError(f"dtype is {shown(dtype)}; expected one of {expected}")
     if name not in ENTRIES:
-        raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(ENTRIES)}")
+        raise ValueError(f"dtype is {shown(dtype)}; expected one of {', '.join(ENTRIES)}")
     return str(name)
 
 
 def _floats(x: Any, name: str, later: Later | None) -> Array:
     array = operand(x, name, 0, later)
     if array.dtype == FLOAT64:
-        raise TypeError(f"{name} has dtype float64; expected {_FLOATS}")
+        raise TypeError(f"{name} has dtype float64; expected {_FLOATS}: {name}{cast_to(FLOAT32)}")
     return array
 
 
@@ -71,9 +81,11 @@ def appended(store: Store, k: Any, v: Any, lengths: Any) -> tuple[Array, Array, 
     k, v = _floats(k, "k", later), _floats(v, "v", later)
     for x, name, last in ((k, "k", own.head_dim), (v, "v", own.v_dim)):
         if x.ndim != 4 or x.shape[:2] != (count, own.kv_heads) or x.shape[3] != last:
+            fits = x.ndim == 4 and (x.shape[0], *x.shape[2:]) == (count, own.kv_heads, last)
+            hint = f": pass {name}.swapaxes(1, 2)" if fits else ""
             raise ValueError(
                 f"{name} has shape {x.shape}; expected ({count}, {own.kv_heads}, n, {last}), "
-                "as the cache has"
+                f"as the cache has{hint}"
             )
     n = k.shape[2]
     if v.shape[2] != n:
@@ -94,12 +106,11 @@ def item(store: Store, b: Any) -> int:
 
 def indices(store: Store, value: Any) -> list[int]:
     """Items (n,), any number of them."""
-    shape = _rules.shape_of(value, "indices", "integers (n,)")
-    if len(shape) != 1:
-        raise ValueError(f"indices has shape {shape}; expected (n,)")
-    chosen: list[int] = _rules.integers(
-        value, "indices", shape[0], 0, len(store.items) - 1
-    ).tolist()
+    array = _rules.integer_array(value, "indices", "integers (n,)")
+    if array.ndim != 1:
+        raise ValueError(f"indices has shape {array.shape}; expected (n,)")
+    last = len(store.items) - 1
+    chosen: list[int] = _rules.integers(array, "indices", array.size, 0, last).tolist()
     return chosen
 
 
@@ -107,16 +118,25 @@ def per_item(store: Store, value: Any, name: str) -> list[int]:
     """An integer or integers (B,), each from 0 to the length of its item."""
     lengths = store.lengths
     wanted = f"an integer or integers ({len(lengths)},)"
-    if _rules.shape_of(value, name, wanted) == () and not isinstance(value, bool):
-        value = np.full(len(lengths), value)
+    array = _rules.integer_array(value, name, wanted)
+    if array.ndim == 0:
+        array = np.broadcast_to(array, (len(lengths),))
     longest = max(lengths, default=0)
-    numbers: list[int] = _rules.integers(value, name, len(lengths), 0, longest).tolist()
+    numbers: list[int] = _rules.integers(array, name, len(lengths), 0, longest).tolist()
     for b, (number, length) in enumerate(zip(numbers, lengths, strict=True)):
         if number > length:
             raise ValueError(
                 f"{name} holds {number} for item {b}; expected at most its length, {length}"
             )
     return numbers
+
+
+def _fits(q: Array, axis: int, own: Layout, count: int) -> bool:
+    """Whether q, with its heads on that axis, goes with the keys of that many items."""
+    if q.ndim != 4 or q.shape[0] != count or q.shape[3] != own.head_dim:
+        return False
+    h, heads = q.shape[axis], own.kv_heads
+    return h == heads or (heads > 0 and h % heads == 0)
 
 
 def attention(
@@ -146,16 +166,13 @@ def attention(
     count, heads, s = len(lengths), own.kv_heads, max(lengths, default=0)
     later: Later | None = None if q_lengths is None else []
     q = _floats(q, "q", later)
-    blhd = layout != "bhld"
-    if blhd:
-        _arrays.choice(layout, "layout", ("bhld", "blhd"))
-    h = q.shape[2 if blhd else 1] if q.ndim == 4 else 0
-    fits = h == heads or (heads and h % heads == 0)
-    if q.ndim != 4 or q.shape[0] != count or q.shape[3] != own.head_dim or not fits:
-        axes = "L, H" if blhd else "H, L"
+    blhd = layout is not BHLD and _arrays.is_blhd(layout)
+    if not _fits(q, 2 if blhd else 1, own, count):
+        axes, other = ("L, H", "bhld") if blhd else ("H, L", "blhd")
+        hint = f'; it fits with layout="{other}"' if _fits(q, 1 if blhd else 2, own, count) else ""
         raise ValueError(
             f"q has shape {q.shape}; expected ({count}, {axes}, {own.head_dim}) with H a multiple "
-            f"of {heads}, as the cache has"
+            f"of {heads}, as the cache has{hint}"
         )
     if kv_lengths is not None:
         kv_lengths = _rules.integers(kv_lengths, "kv_lengths", count, 0, s)

@@ -9,23 +9,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv_ext import _arrays, _check, _rules
-from qkv_ext._arrays import FLOAT64, Array, operand, same_dtype
+from qkv_ext._arrays import FLOAT64, Array, operand, same_dtype, shown
 from qkv_ext._packed import PackedWeight
+from qkv_ext._unknown import PROJECTION, refuse
 from qkv_ext.rotary import tables
 
 _OPTIONS = (
     "mask", "causal", "align", "scale", "window", "softcap", "alibi_slopes", "sinks", "kv_lengths",
     "q_lengths", "query_offset", "key_offset", "out", "threads", "backend",
 )  # fmt: skip
+_EXTRAS = ("return_weights", "return_lse")  #: which the calls have among their own arguments
 
 
 def known(options: Mapping[str, object]) -> None:
     """Refuse an option that no projection call has, by its name, before anything is computed."""
     unknown = options.keys() - set(_OPTIONS)
     if unknown:
-        raise TypeError(
-            f"{min(unknown)!r} is no option of a projection call; expected {', '.join(_OPTIONS)}"
-        )
+        raise refuse(unknown, PROJECTION, _OPTIONS, _EXTRAS)
 
 
 class ProjectedKV(NamedTuple):
@@ -55,9 +55,11 @@ class Rotary(NamedTuple):
 
 def _heads(value: object, name: str) -> int:
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; expected a positive integer")
+        raise TypeError(f"{name} is {shown(value)}; expected a positive integer")
     if value < 1:
-        raise ValueError(f"{name} is {value}; expected a positive integer")
+        raise ValueError(f"{name} is {shown(value)}; expected a positive integer")
+    if value > _rules.MOST_HEADS:
+        raise ValueError(f"{name} is {shown(value)}; expected at most {_rules.MOST_HEADS}")
     return int(value)
 
 
@@ -218,6 +220,7 @@ def projected_kv(kv: Any, layer: Projections) -> tuple[Array, Array]:
     if not isinstance(kv, tuple) or len(kv) != 2:
         raise TypeError(f"kv is a {type(kv).__name__}; expected what project_kv returns")
     k, v = operand(kv[0], "kv.k", 3), operand(kv[1], "kv.v", 3)
+    same_dtype(**{"kv.k": k, "kv.v": v, "w_q": layer.weights["q"]})
     for part, x, name in (("k", k, "kv.k"), ("v", v, "kv.v")):
         last = layer.weights[part].shape[1] // layer.num_kv_heads
         if x.shape[-3] != layer.num_kv_heads or x.shape[-1] != last:
@@ -292,8 +295,9 @@ def positions(
     It is the axis of causal, window and ALiBi: query i at i + offset, key j at j + key_offset.
     Padding stands nowhere; it is given position 0, so that it never asks for a longer table.
     """
-    align, key_offset = options.get("align", "bottom-right"), options.get("key_offset", 0)
-    _arrays.choice(align, "align", ("bottom-right", "top-left"))
+    align = options.get("align", _arrays.BOTTOM_RIGHT)
+    _arrays.choice(align, "align", _arrays.ALIGNS)
+    key_offset = _rules.offset(options.get("key_offset", 0), "key_offset")
     shift, spans = _rules.spans(
         align, options.get("q_lengths"), options.get("kv_lengths"), options.get("query_offset"),
         key_offset, batch, 1, length, s,
@@ -325,8 +329,9 @@ def cached_positions(
     length: int, before: list[int], counts: list[int], rows: int, options: dict[str, Any]
 ) -> tuple[Array, Array]:
     """Where queries and the keys that are appended with them stand, both (B, L), as positions."""
-    align, key_offset = options.get("align", "bottom-right"), options.get("key_offset", 0)
-    _arrays.choice(align, "align", ("bottom-right", "top-left"))
+    align = options.get("align", _arrays.BOTTOM_RIGHT)
+    _arrays.choice(align, "align", _arrays.ALIGNS)
+    key_offset = _rules.offset(options.get("key_offset", 0), "key_offset")
     after = [there + count for there, count in zip(before, counts, strict=True)]
     kv_lengths = options.get("kv_lengths")
     _, spans = _rules.spans(
@@ -348,7 +353,10 @@ def cached_call(
     """Check a sequence against a cache, and how many of its rows each item has."""
     array = sequence(sequence(x, "x", layer, "q"), "x", layer, "k")
     if array.dtype == FLOAT64:
-        raise TypeError("x has dtype float64; a cache takes float32, float16 or bfloat16")
+        raise TypeError(
+            "x has dtype float64; a cache takes float32, float16 or bfloat16: weights and "
+            f"x{_arrays.cast_to(_arrays.FLOAT32)}"
+        )
     d, dv = (layer.weights[part].shape[1] // layer.num_kv_heads for part in "kv")
     if (cache.num_kv_heads, cache.head_dim, cache.v_dim) != (layer.num_kv_heads, d, dv):
         raise ValueError(

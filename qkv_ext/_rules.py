@@ -9,15 +9,15 @@ i sees the keys of the array with
 
 from __future__ import annotations
 
-import reprlib
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from qkv_ext import _arrays
-from qkv_ext._arrays import Array
+from qkv_ext._arrays import Array, shown
 
 OPEN = 1 << 60  #: a window side, or an offset, beyond which nothing lies
+MOST_HEADS = 1 << 20
 
 
 class Rules(NamedTuple):
@@ -38,43 +38,43 @@ CAUSAL = Rules(right=0)
 ITEM, Q_START, Q_LENGTH, Q_ROOM, K_START, K_LENGTH, SHIFT = range(7)
 
 
-def shape_of(value: Any, name: str, wanted: str) -> tuple[int, ...]:
-    """The shape of a number or of nested sequences of numbers."""
-    if isinstance(value, np.ma.MaskedArray):
-        raise TypeError(f"{name} is a numpy.ma.MaskedArray; expected {wanted}")
-    try:
-        return np.shape(value)
-    except ValueError:  # rows of several lengths
-        raise ValueError(f"{name} is {value!r}; expected {wanted}") from None
+def integer_array(value: Any, name: str, expected: str = "integers") -> Array:
+    """Integers of any dtype and shape; Python's own may be beyond any dtype."""
+    array = _arrays.array_of(value, name, expected, objects=True)
+    if array.size == 0 and not hasattr(value, "dtype"):
+        return array.astype(np.int64)  # an empty list has no dtype of its own
+    kind = array.dtype.kind
+    if kind in "iu" or (
+        kind == "O" and all(isinstance(n, int) and not isinstance(n, bool) for n in array.flat)
+    ):
+        return array
+    given = f"is {shown(value)}" if kind == "O" else f"has dtype {array.dtype}"
+    raise TypeError(f"{name} {given}; expected integers")
 
 
 def integers(value: Any, name: str, count: int | None, least: int, most: int) -> Array:
     """An integer (count None) or integers (count,) of any dtype, as int64 within their bounds."""
-    wanted = "an integer" if count is None else f"integers ({count},)"
-    shape = shape_of(value, name, wanted)
-    array = np.asarray(value)
-    if array.size == 0 and not isinstance(value, np.ndarray):
-        array = array.astype(np.int64)  # an empty list has no dtype of its own
-    wide = array.dtype.kind == "O" and all(isinstance(n, int) for n in array.flat)
-    if not (array.dtype.kind in "iu" or wide) or isinstance(value, bool):
-        no_numbers = array.dtype == object
-        given = f"is {reprlib.repr(value)}" if no_numbers else f"has dtype {array.dtype}"
-        raise TypeError(f"{name} {given}; expected integers")
-    if shape != (() if count is None else (count,)):
+    array = integer_array(value, name, "an integer" if count is None else f"integers ({count},)")
+    if array.shape != (() if count is None else (count,)):
         wanted = "an integer" if count is None else f"shape ({count},)"
-        raise ValueError(f"{name} has shape {shape}; expected {wanted}")
-    low, high = (int(array.min()), int(array.max())) if array.size else (least, least)
-    if low < least or high > most:
-        beyond = low if low < least else high
-        bounds = f"expected {least} to {most}" if least <= most else "but there are none"
-        raise ValueError(f"{name} holds {beyond}; {bounds}")
+        raise ValueError(f"{name} has shape {array.shape}; expected {wanted}")
+    if array.size:
+        low, high = int(array.min()), int(array.max())
+        if low < least or high > most:
+            beyond = shown(low if low < least else high)
+            bounds = f"expected {least} to {most}" if least <= most else "but there are none"
+            raise ValueError(f"{name} holds {beyond}; {bounds}")
     return array.astype(np.int64)
+
+
+def offset(value: Any, name: str) -> int:
+    return int(integers(value, name, None, -OPEN, OPEN))
 
 
 def _window(window: Any) -> tuple[int, int]:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(
-            f"window is {window!r}; expected a pair (left, right) of integers or None for open"
+            f"window is {shown(window)}; expected a pair (left, right) of integers or None for open"
         )
     sides = []
     for side in window:
@@ -82,9 +82,9 @@ def _window(window: Any) -> tuple[int, int]:
             sides.append(OPEN)
             continue
         if isinstance(side, (bool, np.bool_)) or not isinstance(side, (int, np.integer)):
-            raise TypeError(f"window is {window!r}; expected integers or None for open")
+            raise TypeError(f"window is {shown(window)}; expected integers or None for open")
         if side < 0:
-            raise ValueError(f"window is {window!r}; expected no negative side: None is open")
+            raise ValueError(f"window is {shown(window)}; expected no negative side: None is open")
         sides.append(min(int(side), OPEN))
     return sides[0], sides[1]
 
@@ -92,14 +92,13 @@ def _window(window: Any) -> tuple[int, int]:
 def _softcap(softcap: Any, dtype: Any) -> float:
     value = _arrays.number(softcap, "softcap", "positive", "positive finite", dtype)
     if not dtype.type(value) > 0:
-        raise ValueError(f"softcap is {softcap!r}; expected a positive finite number or None")
+        raise ValueError(f"softcap is {shown(softcap)}; expected a positive finite number or None")
     return value
 
 
 def per_head(value: Any, name: str, shapes: tuple[tuple[int, ...], ...], dtype: Any) -> Array:
     """Floats of one of the shapes, in the compute dtype."""
-    shape_of(value, name, "an array")
-    array = np.asarray(value)
+    array = _arrays.array_of(value, name, "an array")
     if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
         raise TypeError(f"{name} has dtype {array.dtype}; expected floating point")
     if array.shape not in shapes:
@@ -151,12 +150,15 @@ def spans(
     batch is the length of the first axis, None at rank 2, where lengths and offsets are integers;
     inner is how many items each of its entries has.
     """
-    key = int(integers(key_offset, "key_offset", None, -OPEN, OPEN))
-    rank = 0 if query_offset is None else len(shape_of(query_offset, "query_offset", "integers"))
+    key = offset(key_offset, "key_offset")
+    rank = 0
+    if query_offset is not None:
+        query_offset = integer_array(query_offset, "query_offset")
+        rank = query_offset.ndim
     if q_lengths is None and kv_lengths is None and rank == 0:
         if query_offset is None:
             return (s - length if align == "bottom-right" else 0) - key, None
-        return int(integers(query_offset, "query_offset", None, -OPEN, OPEN)) - key, None
+        return offset(query_offset, "query_offset") - key, None
     count = 1 if batch is None else batch
     table = np.zeros((count, 7), np.int64)
     table[:, Q_LENGTH] = table[:, Q_ROOM] = length
@@ -166,8 +168,8 @@ def spans(
     if kv_lengths is not None:
         table[:, K_LENGTH] = integers(kv_lengths, "kv_lengths", batch, 0, s)
     if query_offset is not None:
-        offset = integers(query_offset, "query_offset", batch if rank else None, -OPEN, OPEN)
-        table[:, SHIFT] = offset - key
+        first = integers(query_offset, "query_offset", batch if rank else None, -OPEN, OPEN)
+        table[:, SHIFT] = first - key
     elif align == "bottom-right":
         table[:, SHIFT] = table[:, K_LENGTH] - table[:, Q_LENGTH] - key
     else:
@@ -179,10 +181,10 @@ def spans(
 
 def cumulative(value: Any, name: str, total: int) -> Array:
     """Cumulative lengths (N + 1,) of a packed batch: from 0, never falling, up to the total."""
-    shape = shape_of(value, name, "integers (N + 1,)")
-    if len(shape) != 1 or shape[0] == 0:
-        raise ValueError(f"{name} has shape {shape}; expected (N + 1,)")
-    array = integers(value, name, shape[0], 0, total)
+    array = _arrays.array_of(value, name, "integers (N + 1,)", objects=True)
+    if array.ndim != 1 or array.size == 0:
+        raise ValueError(f"{name} has shape {array.shape}; expected (N + 1,)")
+    array = integers(array, name, array.size, 0, total)
     if array[0] != 0 or array[-1] != total or (np.diff(array) < 0).any():
         raise ValueError(
             f"{name} runs from {array[0]} to {array[-1]}"
@@ -216,7 +218,7 @@ def packed_spans(align: str, cu_q: Array, cu_k: Array, kv_lengths: Any) -> Array
 
 def default_slopes(num_heads: Any) -> Array:
     """The slopes for any number of heads; see ``qkv_ext.alibi_slopes``."""
-    h = int(integers(num_heads, "num_heads", None, 1, 1 << 20))
+    h = int(integers(num_heads, "num_heads", None, 1, MOST_HEADS))
     power = 1 << (h.bit_length() - 1)  # the largest power of two up to h
     slopes = 2.0 ** (-8.0 / power * np.arange(1, power + 1))
     if power < h:  # every other slope of twice as many heads

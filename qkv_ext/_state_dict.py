@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv_ext._arrays import array_of, shown
+
 Array = NDArray[Any]
 
 
@@ -83,7 +85,7 @@ def find(mapping: Mapping[str, Any], prefix: str, ignore: str | Iterable[str] = 
     if not isinstance(mapping, Mapping):
         raise TypeError(f"mapping is a {type(mapping).__name__}; expected names and arrays")
     if not isinstance(prefix, str):
-        raise TypeError(f"prefix is {prefix!r}; expected a str")
+        raise TypeError(f"prefix is {shown(prefix)}; expected a str")
     patterns = _patterns(ignore)
     at = f"{prefix}." if prefix and not prefix.endswith(".") else prefix
     if f"{at}in_proj_weight" in mapping or any(at + name in mapping for name in _TORCH_SEPARATE):
@@ -94,10 +96,10 @@ def find(mapping: Mapping[str, Any], prefix: str, ignore: str | Iterable[str] = 
     tried = ["in_proj_weight", ", ".join(_TORCH_SEPARATE)]
     tried += [", ".join(f"{name}.weight" for name in names[:3]) for names in _MODULES]
     there = sorted(name for name in mapping if isinstance(name, str) and name.startswith(at))
-    shown = ", ".join(there[:8]) + (", ..." if len(there) > 8 else "")
+    some = ", ".join(there[:8]) + (", ..." if len(there) > 8 else "")
     raise ValueError(
         f"mapping has no attention weights under prefix {at!r}; looked for {'; '.join(tried)}; "
-        f"{f'there are {shown}' if there else f'none of its {len(mapping)} names starts so'}"
+        f"{f'there are {some}' if there else f'none of its {len(mapping)} names starts so'}"
     )
 
 
@@ -264,10 +266,7 @@ def _take(mapping: Mapping[str, Any], name: str, rank: int) -> Array:
     """An array of the mapping; float16 and bfloat16 become float32 here, once."""
     if name not in mapping:
         raise ValueError(f"mapping has no {name}; expected it beside the other weights")
-    try:
-        array = np.asarray(mapping[name])
-    except (TypeError, RuntimeError) as error:  # a tensor in a dtype or a place NumPy cannot read
-        raise TypeError(f"{name} is no array for NumPy: {error}") from error
+    array = array_of(mapping[name], name)
     if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
         raise TypeError(f"{name} has dtype {array.dtype}; expected floating point")
     if array.ndim != rank:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from qkv_ext._arrays import shown
+
 MOST = 256  #: what the pool of the compiled backends starts at most
 
 
@@ -126,7 +128,7 @@ def threads_of(threads: int | None) -> int:
     if type(threads) is int and 0 < threads <= MOST:
         return threads
     if not isinstance(threads, (int, np.integer)) or isinstance(threads, bool):
-        raise TypeError(f"threads is {threads!r}; expected a positive integer or None")
+        raise TypeError(f"threads is {shown(threads)}; expected a positive integer or None")
     if threads < 1:
-        raise ValueError(f"threads is {threads}; expected a positive integer or None")
+        raise ValueError(f"threads is {shown(threads)}; expected a positive integer or None")
     return min(int(threads), MOST)

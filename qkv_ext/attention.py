@@ -11,10 +11,15 @@ from numpy.typing import ArrayLike, NDArray
 from qkv_ext import _check, _rules
 from qkv_ext._backends import quickly
 from qkv_ext._threads import threads_of
+from qkv_ext._unknown import named_options, refuse
 
 Array = NDArray[Any]
 
 __all__ = ["Options", "alibi_slopes", "scaled_dot_product_attention", "varlen_attention"]
+
+_EXTRAS = ("layout", "return_weights", "return_lse")  #: options that change what is returned
+#: The defaults, the very objects in most calls.  An array is never compared with them.
+_ALIGN, _LAYOUT = "bottom-right", "bhld"
 
 
 class Options(TypedDict, total=False):
@@ -108,6 +113,7 @@ def scaled_dot_product_attention(
     return_lse: bool | np.bool_ = ...,
     **options: Unpack[Options],
 ) -> Array | tuple[Array, ...]: ...
+@named_options
 def scaled_dot_product_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -131,6 +137,7 @@ def scaled_dot_product_attention(
     out: Array | None = None,
     threads: int | None = None,
     backend: str | None = None,
+    **unknown: Any,
 ) -> Any:
     """Attention, ``softmax(scale Q Kᵀ + mask) V``, over the keys that each query is allowed.
 
@@ -206,7 +213,8 @@ def scaled_dot_product_attention(
     Raises
     ------
     TypeError
-        A dtype that is no float, several of them, an integer mask, lengths that are no integers.
+        A dtype that is not floating-point, several of them, an integer mask, lengths that are no
+        integers, an option of another name.
     ValueError
         Shapes that do not fit, an option outside its values, an unknown backend.
 
@@ -240,6 +248,8 @@ def scaled_dot_product_attention(
     M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax" (2018), and of
     T. Dao et al., "FlashAttention" (2022).
     """
+    if unknown:
+        raise refuse(unknown, "scaled_dot_product_attention", (*Options.__annotations__, *_EXTRAS))
     if (
         mask is None
         and scale is None
@@ -255,8 +265,8 @@ def scaled_dot_product_attention(
         and return_weights is False
         and return_lse is False
         and (causal is False or causal is True)
-        and align == "bottom-right"
-        and layout == "bhld"
+        and (align is _ALIGN or (type(align) is str and align == _ALIGN))
+        and (layout is _LAYOUT or (type(layout) is str and layout == _LAYOUT))
     ):  # most calls: their arrays can often be taken as they are
         chosen = quickly(backend)
         output = chosen.plain_attention(q, k, v, causal, threads_of(threads), chosen.isa)
@@ -304,6 +314,7 @@ def varlen_attention(
     return_lse: bool | np.bool_ = ...,
     **options: Unpack[VarlenOptions],
 ) -> Array | tuple[Array, ...]: ...
+@named_options
 def varlen_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -323,6 +334,7 @@ def varlen_attention(
     out: Array | None = None,
     threads: int | None = None,
     backend: str | None = None,
+    **unknown: Any,
 ) -> Any:
     """Attention over a packed batch of sequences of any lengths, laid end to end without padding.
 
@@ -372,6 +384,9 @@ def varlen_attention(
     ----------
     The packed form is that of T. Dao et al., FlashAttention.
     """
+    if unknown:
+        known = (*VarlenOptions.__annotations__, "return_lse")
+        raise refuse(unknown, "varlen_attention", known)
     chosen, problem, arrays, copies = _check.varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, causal, align, scale, window, softcap, alibi_slopes,
         sinks, kv_lengths, return_lse, out, threads, backend,

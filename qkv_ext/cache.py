@@ -11,7 +11,8 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from qkv_ext import _check, _check_cache, _copies
 from qkv_ext._store import Store
-from qkv_ext.attention import Options
+from qkv_ext._unknown import named_options, refuse
+from qkv_ext.attention import _EXTRAS, Options
 
 Array = NDArray[Any]
 
@@ -266,6 +267,7 @@ class KVCache:
         return_lse: bool | np.bool_ = ...,
         **options: Unpack[Options],
     ) -> Array | tuple[Array, ...]: ...
+    @named_options
     def attend(
         self,
         q: ArrayLike,
@@ -288,6 +290,7 @@ class KVCache:
         out: Array | None = None,
         threads: int | None = None,
         backend: str | None = None,
+        **unknown: Any,
     ) -> Any:
         """Attention of q to the keys and values that are there.
 
@@ -328,6 +331,8 @@ class KVCache:
         >>> cache.attend(k, causal=True)[0, 0, :, 0]
         array([1., 2., 4.], dtype=float32)
         """
+        if unknown:
+            raise refuse(unknown, "KVCache.attend", (*Options.__annotations__, *_EXTRAS))
         with self._turn():
             return self._attend(
                 q, mask, causal, align, scale, window, softcap, alibi_slopes, sinks, kv_lengths,

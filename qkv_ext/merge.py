@@ -55,7 +55,8 @@ def merge_attention(
     Raises
     ------
     TypeError
-        A dtype that is no float, several of them, lses in another dtype than that of computation.
+        A dtype that is not floating-point, several of them, lses in another dtype than that of
+        computation.
     ValueError
         No part, as many outputs as lses are not there, shapes that do not fit each other.
 
@@ -113,15 +114,25 @@ def _along(x: Array, layout: str) -> Array:
     return x[..., None] if layout == "bhld" else x.swapaxes(-1, -2)[..., None]
 
 
+def _parts(given: Any, name: str) -> Any:
+    """A list of anything, or an array whose first axis counts the parts."""
+    if isinstance(given, (list, tuple)):
+        return given
+    arraylike = hasattr(given, "__array__") or isinstance(given, memoryview)
+    if isinstance(given, Iterable) and not arraylike:
+        return list(given)
+    array = _arrays.array_of(given, name, "a sequence of arrays", objects=True)
+    if array.ndim == 0:
+        raise TypeError(f"{name} is a {type(given).__name__}; expected a sequence of arrays")
+    return array
+
+
 def _checked(
     outputs: Any, lses: Any, layout: Any, threads: Any, backend: Any
 ) -> tuple[list[Array], list[Array]]:
     """Check a call of merge_attention."""
-    _arrays.choice(layout, "layout", ("bhld", "blhd"))
-    for name, given in (("outputs", outputs), ("lses", lses)):
-        if not isinstance(given, Iterable) or getattr(given, "ndim", 1) == 0:
-            raise TypeError(f"{name} is a {type(given).__name__}; expected a sequence of arrays")
-    outputs, lses = (x if hasattr(x, "__len__") else list(x) for x in (outputs, lses))
+    blhd = _arrays.is_blhd(layout)
+    outputs, lses = _parts(outputs, "outputs"), _parts(lses, "lses")
     if not len(outputs) or len(outputs) != len(lses):
         raise ValueError(
             f"outputs has {len(outputs)} parts and lses {len(lses)}; expected as many, and one at "
@@ -133,12 +144,12 @@ def _checked(
     _arrays.same_dtype(**{f"outputs[{n}]": x for n, x in enumerate(parts)})
     _backends.choose(backend, first.dtype)
     threads_of(threads)
-    if layout == "blhd" and first.ndim < 4:
+    if blhd and first.ndim < 4:
         raise ValueError(
             f"layout is 'blhd', but outputs[0] has shape {first.shape}; expected rank 4 or more"
         )
     rows = first.shape[:-1]
-    if layout == "blhd":
+    if blhd:
         rows = (*rows[:-2], rows[-1], rows[-2])
     compute = _arrays.compute_dtype(first.dtype)
     for n, (part, log) in enumerate(zip(parts, logs, strict=True)):
@@ -147,10 +158,13 @@ def _checked(
                 f"outputs[{n}] has shape {part.shape}; expected {first.shape} as outputs[0] has"
             )
         if log.shape != rows:
-            raise ValueError(f"lses[{n}] has shape {log.shape}; expected {rows}")
+            other = "bhld" if blhd else "blhd"
+            swapped = part.ndim > 3 and log.swapaxes(-2, -1).shape == rows
+            hint = f'; it fits with layout="{other}"' if swapped else ""
+            raise ValueError(f"lses[{n}] has shape {log.shape}; expected {rows}{hint}")
         if log.dtype != compute:
             raise TypeError(
                 f"lses[{n}] has dtype {log.dtype}; expected {compute}, in which {first.dtype} is "
-                "computed"
+                f"computed: lses[{n}]{_arrays.cast_to(compute)}"
             )
     return parts, logs

@@ -188,7 +188,7 @@ class MultiHeadAttention:
         Raises
         ------
         TypeError
-            A value that is no array of floats.
+            A value that cannot be read as an array of floats.
         ValueError
             No such names, with those that were looked for; some of them missing; shapes that do not
             fit; anything else in the attention module (norms of Q and K, sinks, gates, relative

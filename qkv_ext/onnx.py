@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv_ext import _backends, _rules
-from qkv_ext._arrays import array_of
+from qkv_ext import _arrays, _backends, _rules
+from qkv_ext._arrays import array_of, cast_to
 from qkv_ext._threads import threads_of
 from qkv_ext.attention import Options, scaled_dot_product_attention
 from qkv_ext.rotary import apply_rotary
@@ -148,13 +148,17 @@ def attention(
     if not q.ndim == k.ndim == v.ndim or q.ndim not in (3, 4):
         given = f"{q.shape}, {k.shape} and {v.shape}"
         raise ValueError(f"Q, K and V have shapes {given}; expected 3 axes each or 4")
-    if _attribute(opset, "opset") < 23:
+    opset = _attribute(opset, "opset")
+    if opset < 23:
         raise ValueError(f"opset is {opset}; expected 23, 24, 25 or later")
     if not flat and opset >= 25 and not q_num_heads is kv_num_heads is None:
         raise ValueError("q_num_heads or kv_num_heads is given; expected neither with 4 axes")
     step = STEPS[_attribute(qk_matmul_output_mode, "qk_matmul_output_mode", 0, max(STEPS))]
-    if softmax_precision not in (None, *PRECISIONS):
-        raise ValueError(f"softmax_precision is {softmax_precision!r}; expected 1, 10, 11 or 16")
+    if softmax_precision is not None:
+        precision = _attribute(softmax_precision, "softmax_precision")
+        if precision not in PRECISIONS:
+            raise ValueError(f"softmax_precision is {precision}; expected 1, 10, 11 or 16")
+    wants_scores = _arrays.switch(return_qk_matmul_output, "return_qk_matmul_output")
     q = _by_head(q, "Q", q_num_heads, "q_num_heads")
     k = _by_head(k, "K", kv_num_heads, "kv_num_heads")
     v = _by_head(v, "V", kv_num_heads, "kv_num_heads")
@@ -171,7 +175,8 @@ def attention(
     options["threads"], options["backend"] = threads, backend
     options["causal"] = bool(_attribute(is_causal, "is_causal", 0, 1))
     options["scale"] = scale
-    options["softcap"] = softcap if softcap else None
+    cap = _arrays.real(softcap, "softcap", "a number, 0 for none")
+    options["softcap"] = softcap if cap else None
     left = _attribute(left_window_size, "left_window_size", -1)
     right = _attribute(right_window_size, "right_window_size", -1)
     if left != -1 or right != -1:
@@ -186,7 +191,7 @@ def attention(
         wide = np.float64 if "float64" in types else np.float32
         q, k, v = q.astype(wide), k.astype(wide), v.astype(wide)
     scores = None
-    if not return_qk_matmul_output:
+    if not wants_scores:
         y = scaled_dot_product_attention(q, k, v, **options)
     elif step == "weights":
         y, scores = scaled_dot_product_attention(q, k, v, return_weights=True, **options)
@@ -338,6 +343,7 @@ def _since(first: int, opset: int, name: str) -> None:
 
 def _by_head(x: Array, name: str, heads: int | None, attribute: str) -> Array:
     """(B, n, heads width) or (B, heads, n, width) as (B, heads, n, width)."""
+    heads = None if heads is None else _attribute(heads, attribute)
     if x.ndim == 4:
         if heads not in (None, x.shape[1]):
             raise ValueError(f"{attribute} is {heads}; expected {x.shape[1]}, as {name} has")
@@ -345,7 +351,7 @@ def _by_head(x: Array, name: str, heads: int | None, attribute: str) -> Array:
     batch, n, width = x.shape
     if heads is None:
         raise ValueError(f"{attribute} is None; expected a number, as {name} has shape {x.shape}")
-    if _attribute(heads, attribute) < 1 or width % heads:
+    if heads < 1 or width % heads:
         raise ValueError(f"{attribute} is {heads}; expected a divisor of {width}: {name} {x.shape}")
     return x.reshape(batch, n, heads, width // heads).swapaxes(1, 2)
 
@@ -367,7 +373,9 @@ def _joined(past: ArrayLike, new: Array, name: str) -> Array:
     if past.ndim != 4 or (past.shape[:2], past.shape[3]) != ((batch, hkv), width):
         raise ValueError(f"{name} has shape {past.shape}; expected ({batch}, {hkv}, P, {width})")
     if past.dtype != new.dtype:
-        raise TypeError(f"{name} has dtype {past.dtype}; expected {new.dtype}")
+        raise TypeError(
+            f"{name} has dtype {past.dtype}; expected {new.dtype}: {name}{cast_to(new.dtype)}"
+        )
     return np.concatenate((past, new), axis=2)
 
 

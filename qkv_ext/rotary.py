@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qkv_ext import _arrays, _backends, _rules
+from qkv_ext._arrays import shown
 from qkv_ext._threads import threads_of
 
 Array = NDArray[Any]
@@ -102,7 +103,8 @@ def rotary_tables(
         frequencies = _positive(base, "base") ** exponents
         angles = np.outer(np.arange(rows) / _positive(scale, "scale"), frequencies)
         if not np.isfinite(angles).all():
-            raise ValueError(f"base is {base} and scale {scale}; expected angles below infinity")
+            given = f"base is {shown(base)} and scale {shown(scale)}"
+            raise ValueError(f"{given}; expected angles below infinity")
         return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
@@ -159,7 +161,7 @@ def apply_rotary(
     Raises
     ------
     TypeError
-        A dtype that is no float, positions that are no integers.
+        A dtype that is not floating-point, positions that are no integers.
     ValueError
         Shapes that do not fit, positions beyond the tables, an odd rotary_dim or one beyond D, an
         out that cannot be written, an unknown backend.
@@ -195,13 +197,9 @@ def apply_rotary(
 
 
 def _positive(value: Any, name: str) -> float:
-    if isinstance(value, (bool, np.bool_)) or not isinstance(
-        value, (int, float, np.integer, np.floating)
-    ):
-        raise TypeError(f"{name} is {value!r}; expected a positive number")
-    number = value if isinstance(value, int) else float(value)  # an int may be beyond any float
+    number = _arrays.real(value, name, "a positive number")
     if not 0 < number <= _LARGEST:
-        raise ValueError(f"{name} is {value!r}; expected a positive finite number")
+        raise ValueError(f"{name} is {shown(value)}; expected a positive finite number")
     return float(number)
 
 
@@ -217,37 +215,53 @@ def _width(rotary_dim: Any, d: int) -> int:
     return width
 
 
+def _halved(cos: Array, columns: int) -> str:
+    """How tables are passed that have each angle twice, as (n, D) or (1, n, D)."""
+    width = cos.shape[-1]
+    if columns == 0 or width != 2 * columns or not (cos.ndim == 2 or cos.shape[:-2] == (1,)):
+        return ""
+    by_halves = np.array_equal(cos[..., :columns], cos[..., columns:])
+    by_pairs = np.array_equal(cos[..., ::2], cos[..., 1::2])
+    half = "::2" if by_pairs and not by_halves else f":{width} // 2"
+    index = f"[:, {half}]" if cos.ndim == 2 else f"[0, :, {half}]"
+    return f": pass cos{index} and sin{index}"
+
+
 def tables(cos: Any, sin: Any, rotary_dim: Any, d: int) -> tuple[Array, Array]:
     """Check tables (n, rotary_dim / 2) for rows of D elements."""
     columns = _width(rotary_dim, d) // 2
     cos, sin = _arrays.operand(cos, "cos", 2), _arrays.operand(sin, "sin", 2)
     if cos.ndim != 2 or cos.shape[1] != columns:
         wanted = f"(n, {columns}), half of rotary_dim = {2 * columns}"
-        raise ValueError(f"cos has shape {cos.shape}; expected {wanted}")
+        raise ValueError(f"cos has shape {cos.shape}; expected {wanted}{_halved(cos, columns)}")
     if sin.shape != cos.shape:
         raise ValueError(f"sin has shape {sin.shape}; expected {cos.shape} as cos has")
     return cos, sin
 
 
-def _positions(positions: Any, x: Array, length: int, n: int) -> Any:
+def _positions(positions: Any, x: Array, blhd: bool, n: int) -> Any:
     """The rows of the tables to take, as an index into them: (L,), or (B, L) with axes for heads.
 
     Checked against the length of the tables before anything is indexed.
     """
+    length = x.shape[-3 if blhd else -2]
+    other, hint = length, f'; they fit with layout="{"bhld" if blhd else "blhd"}"'
+    if x.ndim > 3:
+        other = x.shape[-2 if blhd else -3]
     if positions is None:
         if length > n:
             raise ValueError(
                 f"x has shape {x.shape}, so L = {length} positions; cos and sin have {n} rows"
+                + hint * (other <= n)
             )
         return slice(0, length)
     own = [(length,)] if x.ndim == 2 else [(length,), (x.shape[0], length)]
     wanted = " or ".join(map(str, own))
-    shape = _rules.shape_of(positions, "positions", f"integers {wanted}")
-    if shape not in own:
-        raise ValueError(f"positions has shape {shape}; expected {wanted}")
-    array = np.asarray(positions)
-    most = n - 1 if array.size else 0
-    flat = _rules.integers(array.ravel(), "positions", array.size, 0, most)
+    array = _rules.integer_array(positions, "positions", f"integers {wanted}")
+    if array.shape not in own:
+        fits = array.shape in ((other,), (x.shape[0], other)) and other != length
+        raise ValueError(f"positions has shape {array.shape}; expected {wanted}{hint * fits}")
+    flat = _rules.integers(array.ravel(), "positions", array.size, 0, n - 1)
     heads = (1,) * (x.ndim - 3) if array.ndim == 2 else ()
     return flat.reshape(*array.shape[:-1], *heads, length)
 
@@ -258,14 +272,13 @@ def _checked(
 ) -> tuple[_Turn, Array, Array | None]:  # fmt: skip
     """Check a call of apply_rotary: what to compute, what is returned, and what is copied to it."""
     x = _arrays.operand(x, "x", 2)
-    _arrays.choice(layout, "layout", ("bhld", "blhd"))
-    blhd = layout == "blhd"
+    blhd = _arrays.is_blhd(layout)
     if blhd and x.ndim < 4:
         raise ValueError(f"layout is 'blhd', but x has shape {x.shape}; expected rank 4 or more")
     _backends.choose(backend, x.dtype)
     threads_of(threads)
     cos, sin = tables(cos, sin, rotary_dim, x.shape[-1])
-    rows = _positions(positions, x, x.shape[-3 if blhd else -2], len(cos))
+    rows = _positions(positions, x, blhd, len(cos))
     compute = _arrays.compute_dtype(x.dtype)
     output, target = _arrays.target(out, x.shape, x.dtype, x, cos, sin)
     if compute != x.dtype:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Never, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,6 +22,7 @@ from qkv_ext import _arrays, _check, _layers, _rules
 from qkv_ext._blas import held_to_threads
 from qkv_ext._check import Problem
 from qkv_ext._layers import Projections
+from qkv_ext._unknown import named_options, refuse
 from qkv_ext.attention import Options
 from qkv_ext.projected import Weight, project_kv, ready, together
 
@@ -30,6 +31,7 @@ Array = NDArray[Any]
 __all__ = ["trace", "trace_cross", "trace_self"]
 
 
+@named_options
 def trace(
     q: ArrayLike,
     k: ArrayLike,
@@ -51,6 +53,7 @@ def trace(
     out: Array | None = None,
     threads: int | None = None,
     backend: str | None = None,
+    **unknown: Never,
 ) -> dict[str, Array]:
     """Every step of ``scaled_dot_product_attention`` as a named array.
 
@@ -112,6 +115,8 @@ def trace(
     ----------
     A. Vaswani et al., "Attention Is All You Need" (2017), section 3.2.1.
     """
+    if unknown:
+        raise refuse(unknown, "trace", (*Options.__annotations__, "layout"))
     # as a whole, rows past the lengths too: they are shown
     q, k, v = _arrays.operand(q, "q", 2), _arrays.operand(k, "k", 2), _arrays.operand(v, "v", 2)
     _, problem, arrays, copies = _check.attention(

@@ -49,6 +49,10 @@ def transposed(*names):
     return f"; {', '.join(names)} would fit: torch keeps weights as (out, in)"
 
 
+def cast(*names, to="float32"):
+    return f"expected one dtype, as {', '.join(f'{n}.astype(np.{to})' for n in names)} gives"
+
+
 def shaped(q, k, v):
     return f"q, k and v have shapes {q}, {k} and {v}"
 
@@ -56,7 +60,7 @@ def shaped(q, k, v):
 ATTENTION = [
     # dtypes
     (lambda o: sdpa(f32(3, 8).astype("f2"), K, V, **o), TypeError,
-     "q, k, v have different dtypes (q float16, k float32, v float32); expected one dtype"),
+     "q, k, v have different dtypes (q float16, k float32, v float32); " + cast("q")),
     (lambda o: sdpa(Q, K.astype(int), V, **o), TypeError,
      "k has dtype int64; expected float32, float64, float16 or bfloat16"),
     (lambda o: sdpa(Q, K, V.astype(bool), **o), TypeError,
@@ -70,9 +74,9 @@ ATTENTION = [
     (lambda o: sdpa(None, K, V, **o), TypeError,
      "q is None; expected an array"),
     (lambda o: sdpa(Q, f64(2, 2, 7, 8), V, **o), TypeError,
-     "q, k, v have different dtypes (q float32, k float64, v float32); expected one dtype"),
+     "q, k, v have different dtypes (q float32, k float64, v float32); " + cast("k")),
     (lambda o: sdpa(Q, K, V.astype(">f8"), **o), TypeError,
-     "q, k, v have different dtypes (q float32, k float32, v float64); expected one dtype"),
+     "q, k, v have different dtypes (q float32, k float32, v float64); " + cast("v")),
     (lambda o: sdpa(np.ma.masked_array(Q), K, V, **o), TypeError,
      "q is a numpy.ma.MaskedArray; expected a plain array and mask="),
     # shapes
@@ -193,7 +197,7 @@ PRIMITIVES = [
     (lambda o: matmul(f32(3), f32(3, 5), **o), ValueError,
      "a has shape (3,); expected at least 2 axes"),
     (lambda o: matmul(f32(2, 3), f64(3, 5), **o), TypeError,
-     "a, b have different dtypes (a float32, b float64); expected one dtype"),
+     "a, b have different dtypes (a float32, b float64); " + cast("b")),
     (lambda o: matmul(f32(2, 3), np.ones((3, 5), int), **o), TypeError,
      "b has dtype int64; expected float32, float64, float16 or bfloat16"),
     (lambda o: matmul(f32(2, 3), f32(3, 5), out=f32(5, 2), **o), ValueError,
@@ -223,9 +227,9 @@ PRIMITIVES = [
     (lambda o: linear_projection(f32(4, 8), W, f32(1, 8), **o), ValueError,
      "b has shape (1, 8); expected (8,), the d_out of w"),
     (lambda o: linear_projection(f32(4, 8), W, f64(8), **o), TypeError,
-     "x, b have different dtypes (x float32, b float64); expected one dtype"),
+     "x, b have different dtypes (x float32, b float64); " + cast("b")),
     (lambda o: linear_projection(f32(4, 8), pack_weight(f64(8, 8)), **o), TypeError,
-     "x, w have different dtypes (x float32, w float64); expected one dtype"),
+     "x, w have different dtypes (x float32, w float64); " + cast("x", to="float64")),
     (lambda o: linear_projection(f32(4, 8), W, out=read_only(f32(4, 8)), **o), ValueError,
      "out is read-only; expected a writeable array"),
     (lambda o: pack_weight(f32(2, 8, 8)), ValueError,
@@ -291,7 +295,7 @@ LAYERS = [
     (lambda o: layer(W, W, W, b_k=f32(7)), ValueError, "b_k has shape (7,); expected (8,)"),
     (lambda o: layer(W, W, f64(8, 8)), TypeError,
      "w_q, w_k, w_v have different dtypes (w_q float32, w_k float32, w_v float64); "
-     "expected one dtype"),
+     + cast("w_v")),
     (lambda o: layer(W, W, np.ones((8, 8), int)), TypeError,
      "w_v has dtype int64; expected float32, float64, float16 or bfloat16"),
     (lambda o: MultiHeadAttention.from_fused(f32(8, 96), f32(64, 8), num_heads=4, num_kv_heads=2),
@@ -318,7 +322,7 @@ LAYERS = [
      "x_dec has shape (5, 12); expected (..., 8), the d_in of w_q" + transposed("w_q.T")),
     (lambda o: MHA(f32(8), **o), ValueError, "x has shape (8,); expected at least 2 axes"),
     (lambda o: MHA(f64(3, 5, 8), **o), TypeError,
-     "x, w_k have different dtypes (x float64, w_k float32); expected one dtype"),
+     "x, w_k have different dtypes (x float64, w_k float32); " + cast("x")),
     (lambda o: MHA(f32(3, 5, 8), f32(3, 6, 9), **o), ValueError,
      "context has shape (3, 6, 9); expected (..., 8), the d_in of w_k"),
     (lambda o: MHA(f32(3, 5, 8), f32(6, 8), **o), ValueError,
@@ -349,7 +353,8 @@ LAYERS = [
      "kv.k and kv.v have shapes (2, 6, 4) and (2, 7, 4); expected them to differ in the last axis "
      "only"),
     (lambda o: MHA(f32(5, 8), kv=(f64(2, 6, 4), f64(2, 6, 4)), **o), TypeError,
-     "q, k, v have different dtypes (q float32, k float64, v float64); expected one dtype"),
+     "kv.k, kv.v, w_q have different dtypes (kv.k float64, kv.v float64, w_q float32); "
+     + cast("kv.k", "kv.v")),
     (lambda o: MHA(f32(5, 8), layout="blhd", **o), TypeError,
      "'layout' is no option of a projection call; expected mask, causal, align, scale, "
      "window, softcap, alibi_slopes, sinks, kv_lengths, q_lengths, query_offset, key_offset, out, "

@@ -159,7 +159,8 @@ VARLEN = [  # which arguments are others, by position; options; exception; messa
     ({0: f32(9, 3, 8)}, {}, ValueError,
      shaped((9, 3, 8), (7, 2, 8), (7, 2, 3)) + "; expected H = 3 to be a multiple of Hkv = 2"),
     ({1: f32(7, 2, 8).astype("f2")}, {}, TypeError,
-     "q, k, v have different dtypes (q float32, k float16, v float32); expected one dtype"),
+     "q, k, v have different dtypes (q float32, k float16, v float32); expected one dtype, as "
+     "k.astype(np.float32) gives"),
     ({0: np.ones((9, 4, 8), int)}, {}, TypeError,
      "q has dtype int64; expected float32, float64, float16 or bfloat16"),
     ({3: [0.0, 4.0, 9.0]}, {}, TypeError, "cu_seqlens_q has dtype float64; expected integers"),

@@ -466,7 +466,7 @@ def without(names, name):
         (LLAMA | {"a.q_proj.bias": np.zeros(7, np.float32)}, "a", ValueError,
          [r"b_q has shape \(7,\)"]),
         (LLAMA | {"a.q_proj.weight": Elsewhere()}, "a", TypeError,
-         ["a.q_proj.weight is no array for NumPy: can't convert"]),
+         ["a.q_proj.weight cannot be read as an array: can't convert"]),
         (list(LLAMA), "a", TypeError, ["mapping is a list"]),
         (LLAMA, None, TypeError, ["prefix is None; expected a str"]),
     ],

@@ -1,5 +1,7 @@
 """Against torch: its samples for attention, its inputs for nn.MultiheadAttention, a grid of ours.
 
+And its tensors as arguments, of every kind: what they hold is read, or they are refused.
+
 What torch calls is_causal is causal with align="top-left".  It computes the truth in float64.
 """
 
@@ -8,14 +10,18 @@ from functools import partial
 
 import numpy as np
 import pytest
+from public_calls import arrays, assert_equal, named
 
 import qkv_ext
+from qkv_ext._arrays import array_of
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("expecttest")  # what torch.testing._internal needs
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.masked import masked_tensor
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.testing._internal.common_modules import module_db
 
@@ -296,3 +302,137 @@ def of_torch(q, k, v, mask, causal, scale):
         wide(q), wide(k), wide(v), attn_mask=mask, is_causal=causal, scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
+
+
+# ---- tensors as arguments -----------------------------------------------------------------------
+
+
+def of_every_array(rows):
+    return pytest.mark.parametrize(
+        ("name", "function", "given", "value"),
+        [row[1:] for row in rows],
+        ids=[f"{call}-{name}" for call, name, *_ in rows],
+    )
+
+
+@of_every_array(list(arrays()))
+def test_tensors_are_read(name, function, given, value):
+    """Any strides; parameters without a gradient; what a mode of inference made."""
+    expected = function(**given | {name: value})
+    tensor = torch.from_numpy(value)
+    with torch.inference_mode():
+        inferred = tensor.clone()
+    for x in (tensor, tensor.mT.contiguous().mT if value.ndim > 1 else tensor, inferred):
+        assert_equal(function(**given | {name: x}), expected)
+    if value.dtype == np.float32:
+        assert_equal(function(**given | {name: torch.nn.Parameter(tensor).detach()}), expected)
+
+
+def refusals(x):
+    """Tensors that are not what their memory says, and what torch says is to be done."""
+    x = torch.from_numpy(x)
+    half = x.bfloat16()  # whose bits are read only where nothing else is in the way
+    yield torch.nn.Parameter(x), r"\.detach\(\)"
+    yield torch.nn.Parameter(half), r"\.detach\(\)"
+    yield torch._neg_view(half), r"\.resolve_neg\(\)"
+    yield half.to("meta"), r"\.cpu\(\)"
+    yield half.to_sparse(), "SparseTensor"
+    yield torch.complex(torch.zeros_like(x), -x).conj().imag, r"\.resolve_neg\(\)"  # G2
+    yield torch.complex(x, x).conj(), r"\.resolve_conj\(\)"
+    yield x.to("meta"), r"\.cpu\(\)"
+    yield x.to_sparse(), r"\.to_dense\(\)"
+    yield torch._efficientzerotensor(x.shape), "ZeroTensor"
+    yield torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), "QInt8"
+    yield x.to(torch.float8_e4m3fn), "Float8_e4m3fn"
+    yield masked_tensor(x, torch.ones_like(x, dtype=torch.bool)), "subclasses"
+    with FakeTensorMode():
+        fake = torch.ones(x.shape)
+    yield fake, "subclasses"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors", "ignore:.*deprecated")
+@of_every_array([row for row in arrays() if row[-1].dtype == np.float32])
+def test_tensors_are_refused(name, function, given, value):
+    """G2: DLPack would give the memory of most of them, of another sign or of nothing."""
+    for x, hint in refusals(value):
+        with pytest.raises(TypeError, match=named(name)) as caught:
+            function(**given | {name: x})
+        assert caught.match(f"cannot be read as an array: .*({hint})")
+
+
+def test_lazy_bits(backend):
+    """G2: as V, as a mask, in a list, in a state dict; and resolved."""
+    ones = torch.ones(1, 1, 2, 4)
+    lazy = torch.complex(ones, 3 * ones).conj().imag
+    with pytest.raises(TypeError, match=r"^v cannot be read as an array: .*\.resolve_neg\(\)"):
+        sdpa(ones, ones, lazy, backend=backend)
+    with pytest.raises(TypeError, match=r"^v cannot be read as an array: .*\.resolve_neg\(\)"):
+        sdpa(ones, ones, [lazy[0]], backend=backend)
+    assert (sdpa(ones, ones, lazy.resolve_neg(), backend=backend) == -3).all()
+    w = {"in_proj_weight": torch.ones(12, 4), "out_proj.weight": torch._neg_view(torch.ones(4, 4))}
+    with pytest.raises(TypeError, match=r"^out_proj\.weight cannot be .*\.resolve_neg\(\)"):
+        qkv_ext.MultiHeadAttention.from_state_dict(w, "", 2)
+
+
+def half(x):
+    """The same numbers as a tensor and as an array of bfloat16."""
+    x = torch.from_numpy(np.asarray(x, np.float32)).bfloat16()
+    return x, x.float().numpy().astype(pytest.importorskip("ml_dtypes").bfloat16)
+
+
+def test_bfloat16_tensors(backend, rng):
+    """G3: everywhere, and without a copy."""
+    q, k, v = (half(rng.standard_normal((2, 2, 5, 8))) for _ in "qkv")
+    mask, slopes, sinks = (half(rng.standard_normal(n)) for n in ((5, 5), 2, 2))
+    options = [
+        {"mask": mask[i], "alibi_slopes": slopes[i], "sinks": sinks[i], "backend": backend}
+        for i in (0, 1)
+    ]
+    expected = sdpa(q[1], k[1], v[1], **options[1])
+    actual = sdpa(q[0], k[0], v[0], **options[0])
+    assert actual.dtype == expected.dtype == q[1].dtype
+    assert_equal(actual, expected)
+    assert_equal(sdpa(q[0].mT.contiguous().mT, k[0], v[0], **options[0]), expected)
+    assert np.shares_memory(array_of(q[0], "q"), q[0].view(torch.int16).numpy())
+
+    caches = [qkv_ext.KVCache(2, 2, 8, dtype="bfloat16") for _ in range(2)]
+    for i, cache in enumerate(caches):
+        cache.append(k[i], v[i])
+    assert_equal(caches[0].keys(1), caches[1].keys(1))
+    assert_equal(*(cache.attend(q[i], backend=backend) for i, cache in enumerate(caches)))
+
+    tables = [half(x) for x in qkv_ext.rotary_tables(5, 8)]
+    turned = [qkv_ext.apply_rotary(q[i], *(x[i] for x in tables)) for i in (0, 1)]
+    assert_equal(*turned)
+
+
+def test_bfloat16_state_dicts(backend, rng):
+    module = torch.nn.MultiheadAttention(12, 3, batch_first=True, dtype=torch.bfloat16)
+    module = with_random_biases(module)
+    layer = qkv_ext.MultiHeadAttention.from_state_dict(module.state_dict(), "", 3)
+    wide, _ = layer_of(module.float(), np.float32)
+    x = rng.standard_normal((2, 5, 12), np.float32)
+    assert_equal(layer(x, backend=backend), wide(x, backend=backend))
+
+
+def test_the_readme_s_linear(backend, rng):
+    """nn.Linear.weight (out, in) is weight.detach().T here."""
+    linear = torch.nn.Linear(12, 7)
+    x = rng.standard_normal((2, 5, 12), np.float32)
+    weight, bias = linear.weight.detach().T, linear.bias.detach()
+    expected = linear(torch.from_numpy(x)).detach()
+    for w in (weight, qkv_ext.pack_weight(weight)):
+        actual = qkv_ext.linear_projection(x, w, bias, backend=backend)
+        np.testing.assert_allclose(actual, expected, atol=2e-6)
+    with pytest.raises(TypeError, match=r"^w cannot be read as an array: .*\.detach\(\)"):
+        qkv_ext.linear_projection(x, linear.weight.T, backend=backend)
+
+
+def test_numbers_and_integers_of_torch(backend):
+    x = np.random.default_rng(0).standard_normal((1, 2, 3, 4), np.float32)
+    expected = sdpa(x, x, x, scale=0.5, softcap=2.0, query_offset=1, backend=backend)
+    actual = sdpa(x, x, x, scale=torch.tensor(0.5), softcap=torch.tensor(2),
+                  query_offset=torch.tensor(1), backend=backend)  # fmt: skip
+    assert_equal(actual, expected)
+    with pytest.raises(TypeError, match=r"^scale is "):
+        sdpa(x, x, x, scale=torch.tensor([0.5]), backend=backend)
