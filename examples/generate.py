@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from numpy.random import default_rng
 
 import qkv_ext
 from qkv_ext._program import Parser, number, run
@@ -115,7 +116,7 @@ class Sampler:
     """Tokens drawn from softmax(logits / temperature)."""
 
     def __init__(self, temperature, seed):
-        self.temperature, self.rng = np.float32(temperature), np.random.default_rng(seed)
+        self.temperature, self.rng = np.float32(temperature), default_rng(seed)
 
     def __call__(self, logits):
         sums = qkv_ext.softmax(logits / self.temperature).cumsum(axis=-1, dtype=np.float64)

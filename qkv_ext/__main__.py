@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 
-from qkv_ext import _demo
 from qkv_ext._program import Parser, run
 
 
 def main() -> None:
+    from qkv_ext import _demo
+
     parser = Parser(prog="python -m qkv_ext", description=_demo.__doc__)
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
     if parser.parse_args().json:

@@ -11,6 +11,7 @@ import time
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.random import default_rng  # a ^C while this loads is lost: better before the output
 from numpy.typing import NDArray
 
 import qkv_ext
@@ -45,7 +46,7 @@ def walk_through(x: Array, context: Array, w_q: Array, w_k: Array, w_v: Array) -
 
 def both_walks() -> dict[str, dict[str, Array]]:
     """The walk for self-attention, and for cross-attention to another sequence."""
-    rng = np.random.default_rng(0)
+    rng = default_rng(0)
     x = rng.standard_normal((TOKENS, D_MODEL), np.float32)
     x_enc = rng.standard_normal((TOKENS + 2, D_MODEL), np.float32)
     w_q, w_k, w_v = rng.standard_normal((3, D_MODEL, D_K), np.float32)
@@ -72,7 +73,7 @@ class Case(NamedTuple):
     causal: bool = False
 
     def arrays(self) -> tuple[Array, Array, Array]:
-        rng = np.random.default_rng(1)
+        rng = default_rng(1)
         q = rng.standard_normal((self.b, self.h, self.length, self.d), np.float32)
         k = rng.standard_normal((self.b, self.hkv, self.s, self.d), np.float32)
         v = rng.standard_normal((self.b, self.hkv, self.s, self.d), np.float32)

@@ -4,7 +4,6 @@ import pickle
 
 import numpy as np
 import pytest
-from conftest import BACKENDS
 from tolerance import WAYS, allowed_error, assert_same, assert_same_bits, assert_within, largest
 
 import qkv_ext
@@ -304,15 +303,11 @@ def test_softmax_reads_any_array(backend, rng):
 
 # ---- exp ----------------------------------------------------------------------------------------
 
-NAMES = [name for name in BACKENDS if name != "numpy"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_exp(name):
+def test_exp(compiled):
     """D6 (sonos/tract#2677, ggml-org/llama.cpp#7154): 4 ulp, on every instruction set."""
     from qkv_ext import _kernels
 
-    isa = _kernels.compiled().index(name)
+    isa = _kernels.compiled().index(compiled)
     x = np.linspace(-104, 43, 3_000_001, dtype=np.float32)  # a softmax needs none above 0, tanh 20
     x = np.concatenate([x, np.float32([0, -1e-30, 1e-30, 43, -87.33, -87.34, -103.97])])
     y = np.empty_like(x)
@@ -326,12 +321,11 @@ def test_exp(name):
     assert (np.diff(y[:3_000_001]) >= -4 * np.spacing(y[1:3_000_001])).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_exp_of_special_values(name):
+def test_exp_of_special_values(compiled):
     """D6: exactly 0 for -inf, NaN for NaN in whatever lane, 1 for zeros."""
     from qkv_ext import _kernels
 
-    isa = _kernels.compiled().index(name)
+    isa = _kernels.compiled().index(compiled)
     special = ((-INF, 0), (NAN, NAN), (0.0, 1), (-0.0, 1), (-200, 0), (-1e30, 0))
     for n in (1, 5, 16, 17, 64, 100):
         for value, expected in special:
@@ -350,12 +344,11 @@ def test_exp_of_special_values(name):
     assert np.isnan(y).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_tanh(name):
+def test_tanh(compiled):
     """Softcap's tanh: 4 ulp on every instruction set, near 0 too, and never above 1."""
     from qkv_ext import _kernels
 
-    isa = _kernels.compiled().index(name)
+    isa = _kernels.compiled().index(compiled)
     x = np.concatenate([
         np.linspace(-12, 12, 2_000_001, dtype=np.float32),
         np.logspace(-37.9, 38, 500_001, dtype=np.float32),
@@ -378,11 +371,10 @@ def test_tanh(name):
     assert_same_bits(y, subnormal)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_tanh_of_special_values(name):
+def test_tanh_of_special_values(compiled):
     from qkv_ext import _kernels
 
-    isa = _kernels.compiled().index(name)
+    isa = _kernels.compiled().index(compiled)
     special = ((INF, 1), (-INF, -1), (NAN, NAN), (0.0, 0), (-0.0, 0), (1e30, 1), (-100, -1))
     for n in (1, 5, 16, 17, 64, 100):
         for value, expected in special:
