@@ -12,7 +12,6 @@ import functools
 import os
 import threading
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any, TypeAlias, TypeVar, cast
 
 from qkv_ext._threads import DEFAULT, Unasked
@@ -93,9 +92,10 @@ def _loaded() -> list[Library]:
 def _threadpoolctl() -> Any:
     """The module, which is an extra and slow to import; None where it is not there."""
     try:
-        return import_module("threadpoolctl")
+        import threadpoolctl  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError:
         return None
+    return threadpoolctl
 
 
 def _per_thread(library: Library) -> bool:
