@@ -41,29 +41,27 @@ _REPR = reprlib.Repr()
 _REPR.maxlong = _REPR.maxstring = _REPR.maxother = 500
 
 
-def array_of(
-    x: Any, name: str, expected: str = "a plain array and mask=", objects: bool = False
-) -> Array:
+def array_of(x: Any, name: str, expected: str = "an array", objects: bool = False) -> Array:
     """Anything array-like as an ndarray; without a copy where NumPy can read it in place.
 
     expected is for the errors; objects says whether Python's own, such as wide integers, may stay.
     """
     if isinstance(x, np.ndarray):
         if isinstance(x, np.ma.MaskedArray):
-            raise TypeError(f"{name} is a numpy.ma.MaskedArray; expected {expected}")
+            wanted = "a plain array and mask=" if expected == "an array" else expected
+            raise TypeError(f"{name} is a numpy.ma.MaskedArray; expected {wanted}")
         return x.view(np.ndarray)
     try:
         array = _read(x)
     except (MemoryError, Warning):
         raise
     except Exception as error:  # ragged lists, arrays elsewhere, lazy ones: whatever its owner says
-        if objects and isinstance(error, ValueError):
+        if objects and isinstance(error, ValueError) and isinstance(x, (list, tuple)):
             raise ValueError(f"{name} is {shown(x)}; expected {expected}") from None
         if not isinstance(error, TypeError) or str(getattr(x, "dtype", "")) != "torch.bfloat16":
             raise TypeError(f"{name} cannot be read as an array: {error}") from error
         array = _bfloat16_of_torch(x, name)
     if array.dtype == object and not objects:
-        expected = "an array" if expected.startswith("a plain array") else expected
         raise TypeError(f"{name} is {shown(x)}; expected {expected}")
     return array
 

@@ -98,7 +98,7 @@ def _softcap(softcap: Any, dtype: Any) -> float:
 
 def per_head(value: Any, name: str, shapes: tuple[tuple[int, ...], ...], dtype: Any) -> Array:
     """Floats of one of the shapes, in the compute dtype."""
-    array = _arrays.array_of(value, name, "an array")
+    array = _arrays.array_of(value, name, "a plain array")
     if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
         raise TypeError(f"{name} has dtype {array.dtype}; expected floating point")
     if array.shape not in shapes:

@@ -303,6 +303,7 @@ def test_softmax_reads_any_array(backend, rng):
 
 # ---- exp ----------------------------------------------------------------------------------------
 
+
 def test_exp(compiled):
     """D6 (sonos/tract#2677, ggml-org/llama.cpp#7154): 4 ulp, on every instruction set."""
     from qkv_ext import _kernels

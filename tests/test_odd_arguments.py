@@ -6,6 +6,7 @@ answer to a question that was not asked.
 """
 
 import fractions
+import inspect
 import re
 
 import numpy as np
@@ -115,3 +116,12 @@ def test_right_or_refused_by_name(call, name):
             # it is the other arguments that do not fit, as they do not fit the plain value
             assert is_meant(meant), f"{odd}: {error!r}"
             assert repr(outcome(function, given | {name: meant})[1]) == repr(error), odd
+
+
+@pytest.mark.parametrize("call", [c for c, row in CALLS.items() if row[0].__name__ != "<lambda>"])
+def test_the_table_is_whole(call):
+    """A new argument is a word in the table of tests/public_calls.py."""
+    function, _, kinds = CALLS[call]
+    names = {p.name for p in inspect.signature(function).parameters.values()
+             if p.kind is not p.VAR_KEYWORD}  # fmt: skip
+    assert names - set(kinds) == set()
