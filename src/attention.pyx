@@ -22,8 +22,8 @@ What is chosen by shape (blocks, splits, panels or not) is chosen for each item 
 lengths: never from the batch, the padding or the number of threads.
 
 kernels.h has the arithmetic of a tile, plan.pxi the choices, keys.pxi where keys and values lie,
-tiles.pxi the walk over the tiles, rows.pxi the beginning and the end of a row, parts.pxi what becomes
-of splits, and exact.pxi the rows whose numbers are not all finite.
+tiles.pxi the walk over the tiles, rows.pxi the beginning and the end of a row, parts.pxi what
+becomes of splits, and exact.pxi the rows whose numbers are not all finite.
 """
 
 from cpython.buffer cimport (
@@ -91,7 +91,7 @@ cdef struct Leftover:
     Py_ssize_t count     # of units that have some
     Py_ssize_t *tasks    # [units], the first task of each
     uint8_t *todo        # [units, block], as on a desk
-    uint8_t *nonfinite_v # [units, block], as in a part
+    uint8_t *nonfinite_v  # [units, block], as in a part
     float *max           # [units, block]
     float *sum           # [units, block]
 
@@ -135,7 +135,7 @@ cdef struct Part:
     float *sums          # [block, Dv]
     float *max           # [block]
     float *sum           # [block]
-    uint8_t *nonfinite_v # [block], MET and SEEN: what V has to do with sums that are not finite
+    uint8_t *nonfinite_v  # [block], MET and SEEN: what V has to do with sums that are not finite
 
 
 # A worker's memory.

@@ -3,18 +3,18 @@
 #    walk AS_IT_IS      the sums of a row come out NaN or infinite
 #      look_at_values   whether it met entries of V that are not finite, and sees one of them
 #      redo_rows
-#        walk CLEAN     a row that met some and sees none is summed up again with these read as 0, and
-#                       keeps the bits that it has with finite values in their place
+#        walk CLEAN     a row that met some and sees none is summed up again with these read as 0,
+#                       and keeps the bits that it has with finite values in their place
 #        settle_row     of the others the maximum and the denominator, in which V has no part, tell:
 #                       no allowed key     zeros
 #                       not finite         NaN, as the formula has it
 #                       finite             exact_rows
 #
 # In exact_rows weights are divided by the denominator before they meet V, as the formula has it.  A
-# weight w of an allowed key adds w v to the sums where v is finite.  What it makes of other entries is
-# found by one more product, of whole numbers: 1 for each allowed key whose weight is not 0, UNDERFLOWN
-# for each whose weight is, times the codes of V.  The result says which infinities were met, and
-# whether 0 met one, which is NaN.  An excluded key has 0 in both products.
+# weight w of an allowed key adds w v to the sums where v is finite.  What it makes of other entries
+# is found by one more product, of whole numbers: 1 for each allowed key whose weight is not 0,
+# UNDERFLOWN for each whose weight is, times the codes of V.  The result says which infinities were
+# met, and whether 0 met one, which is NaN.  An excluded key has 0 in both products.
 #
 # Which of this is done for a row depends on that row alone.
 

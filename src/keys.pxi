@@ -128,7 +128,7 @@ cdef inline const char *rows_from(const Tile *values, Py_ssize_t column, Py_ssiz
 
 cdef void take_values(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile,
                       Py_ssize_t n, bint floats, Tile *values) noexcept nogil:
-    """The values of a tile; floats: in float32 (but for the scales of int8), not as they are stored."""
+    """The values of a tile; floats: in float32 (but for the scales of int8), not as stored."""
     cdef const int64_t *page
     cdef Py_ssize_t c, width, first
     values.scale, values.blocks = NULL, call.page > 0

@@ -2,8 +2,8 @@
 # cython: cdivision=True, freethreading_compatible=True
 """Stable softmax over contiguous rows, shared out by blocks of rows: y = exp(x - max) / sum.
 
-A row that is long is computed piece by piece, its sums added up from left to right, so that a signal
-does not wait for it.
+A row that is long is computed piece by piece, its sums added up from left to right, so that a
+signal does not wait for it.
 """
 
 from cpython.buffer cimport (

@@ -151,8 +151,8 @@ cdef bint walk(const Call *call, const Place *at, Desk *desk, int how, const Pla
                int worker, qkv_run *run) noexcept nogil:
     """The task's rows over the key tiles of its split; False where the run was stopped.
 
-    But for AS_IT_IS only the rows that have it to do, and those beside them, in the same order and by
-    the same kernels.
+    But for AS_IT_IS only the rows that have it to do, and those beside them, in the same order and
+    by the same kernels.
     next: a task of another head whose arrays are fetched during the last tile, or NULL.
     """
     cdef Py_ssize_t lo, hi, tile, n, step, r, m, group
