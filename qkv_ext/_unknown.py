@@ -6,12 +6,14 @@ times that) and gives it to ``refuse``.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection
+from functools import update_wrapper
+from types import FunctionType
 from typing import Any, TypeVar
 
 PROJECTION = "a projection call"  #: self_attention, cross_attention, a layer, and their traces
 
+CO_VARKEYWORDS = 0x08  #: of inspect: the function takes **keywords
 F = TypeVar("F", bound=Callable[..., Any])
 
 _NOT_HERE = "inference has none, leave it out"
@@ -73,8 +75,15 @@ def refuse(
 
 
 def named_options(function: F) -> F:
-    """Leave **unknown out of the signature that help() and inspect show."""
-    signature = inspect.signature(function)
-    named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
+    """Leave **unknown out of the signature that help() and inspect show.
+
+    They ask what a function wraps: a twin without it, never called.  (A Signature would do too, but
+    importing inspect takes as long as all the rest.)
+    """
+    of: Any = function
+    code = of.__code__.replace(co_flags=of.__code__.co_flags & ~CO_VARKEYWORDS)
+    twin = FunctionType(code, of.__globals__, argdefs=of.__defaults__, closure=of.__closure__)
+    twin.__kwdefaults__ = of.__kwdefaults__
+    of.__wrapped__ = update_wrapper(twin, of)
+    del twin.__dict__["__wrapped__"]
     return function
