@@ -11,7 +11,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,6 +101,8 @@ def _why_missing(full: str) -> tuple[str, bool]:
 
 def _holds(loader: Any, full: str) -> bool:
     """Whether an archive holds a compiled module of this package."""
+    from importlib.machinery import EXTENSION_SUFFIXES  # for an archive alone
+
     for suffix in EXTENSION_SUFFIXES:
         try:
             loader.get_data(str(Path(__file__).with_name(full.rpartition(".")[2] + suffix)))

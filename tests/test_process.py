@@ -42,9 +42,9 @@ assert state() == before
 
 @pytest.mark.skipif(qkv_ext.backends() == ("numpy",), reason="asks why nothing is compiled")
 def test_import_brings_in_nothing_else(python):
-    """Beyond NumPy's, an import costs what this package's own files cost."""
+    """Beyond NumPy's, an import costs what this package's own files cost, and importlib.util."""
     code = """
-import __future__, collections.abc, contextlib, importlib, itertools, math, mmap, os, pathlib
+import __future__, collections.abc, contextlib, importlib.util, itertools, math, mmap, os, pathlib
 import platform, sys, threading, typing, warnings
 import numpy.typing
 before = set(sys.modules)
