@@ -117,6 +117,7 @@ def test_the_pool_after_an_exception(compiled, rng):
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity here")
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="no /proc here")
 def test_affinity_of_one_cpu(python):
     """F2: a process on one CPU starts no other thread unless it is told to."""
     code = """
