@@ -1,4 +1,4 @@
-"""Rows that see a NaN or infinity in the NumPy backend: counted by products, and soon done."""
+"""Rows that see a NaN or infinity in the NumPy backend: counted by products, exactly."""
 
 import numpy as np
 import pytest
@@ -37,64 +37,3 @@ def test_weights_of_zero(dtype):
     mask[1, 1:5] = mask[2, :3] = False  # the last sees -inf, with a weight that is none
     output = sdpa(q, k, v, mask=mask, scale=1, backend="numpy")
     np.testing.assert_allclose(output, [[NAN, 1], [1, 1], [-INF, 1]])
-
-
-SPEED = """
-import time
-import numpy as np, qkv_ext
-
-rng = np.random.default_rng(0)
-shape, options = {shape}, {options}
-b, h, hkv, n, d = shape
-mask = rng.random((n, n)) < 0.7
-if options.get("mask") == "float":
-    options["mask"] = np.where(mask, 0, -np.inf).astype("f4")
-elif "mask" in options:
-    options["mask"] = mask
-arrays = [rng.standard_normal((b, each, n, d), "f4") for each in (h, hkv, hkv)]
-half = np.where(rng.random(arrays[2].shape) < 0.5, np.inf, -np.inf)
-
-def seconds(arrays, times):
-    best = np.inf
-    for _ in range(times):
-        start = time.process_time()
-        qkv_ext.scaled_dot_product_attention(*arrays, backend="numpy", **options)
-        best = min(best, time.process_time() - start)
-    return best
-
-def changed(which, index, value):
-    copies = [x.copy() for x in arrays]
-    copies["qkv".index(which)][index] = value
-    return copies
-
-few = rng.random(arrays[2].shape) < 0.02
-CASES = dict(
-    one_in_v=changed("v", (..., n // 2, 3), np.nan), one_inf=changed("v", (..., n // 2, 3), np.inf),
-    some=changed("v", few, np.nan), all=changed("v", ..., np.nan), signs=changed("v", ..., half),
-    one_in_k=changed("k", (..., n // 2, 3), np.nan), k=changed("k", ..., np.inf),
-    q=changed("q", (..., 0), np.nan), q_inf=changed("q", ..., -np.inf),
-    large=changed("v", ..., 3e38),
-)
-both = changed("v", few, half[few])
-both[1][..., ::7, 0] = -np.inf
-both[2][~few] = 1e38
-CASES["both"] = both
-for name, case in CASES.items():
-    for attempt in range(5):  # others may be at work here, too
-        ratio = seconds(case, 3) / seconds(arrays, 4)
-        if ratio <= 4:
-            break
-    assert ratio <= 4, f"{{name}}: {{ratio:.1f}} times the call without"
-"""
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"causal": True}, {"mask": "bool"}, {"mask": "float"}, {"return_weights": True}],
-    ids=["plain", "causal", "bool", "float", "weights"],
-)
-@pytest.mark.parametrize("hkv", [8, 2])
-def test_speed(hkv, options, python):
-    """At most four times the call with finite numbers, however many are not (it was 10 to 60)."""
-    code = SPEED.format(shape=(1, 8, hkv, 512, 64), options=options)
-    python(code, OPENBLAS_NUM_THREADS="1")
