@@ -8,7 +8,7 @@
        ...
        qkv_leave_float_mode(found);
 
-   What is rounded before the first line, such as a scale that becomes a float, is the caller's. */
+   So the modules enter it before a number of Python, such as a scale, becomes a float. */
 #ifndef QKV_FLOAT_MODE_H
 #define QKV_FLOAT_MODE_H
 
