@@ -11,6 +11,8 @@ cdef extern from "kernels.h" nogil:
     const Py_ssize_t PANEL
     const Py_ssize_t TILE
     const Py_ssize_t LANES
+    const float HARDLY_LARGER
+    float qkv_correction(float before, float after)
 
     enum:
         QKV_FLOAT32

@@ -34,10 +34,10 @@ from libc.stdint cimport int64_t, uint8_t, uint16_t
 from libc.string cimport memcpy, memset
 
 from qkv_ext._kernels cimport (
-    LANES, PANEL, QKV_BFLOAT16, QKV_FLOAT16, QKV_FLOAT32, QKV_INT8, QKV_MINUS, QKV_PLUS, TILE,
-    free_order, new_order, parallel_for, qkv_enter_float_mode, qkv_float_mode, qkv_kernels,
-    qkv_leave_float_mode, qkv_order, qkv_prefetch, qkv_row, qkv_run, release, scratch, stopped,
-    table, take_turn, wait_turn,
+    HARDLY_LARGER, LANES, PANEL, QKV_BFLOAT16, QKV_FLOAT16, QKV_FLOAT32, QKV_INT8, QKV_MINUS,
+    QKV_PLUS, TILE, free_order, new_order, parallel_for, qkv_correction, qkv_enter_float_mode,
+    qkv_float_mode, qkv_kernels, qkv_leave_float_mode, qkv_order, qkv_prefetch, qkv_row, qkv_run,
+    release, scratch, stopped, table, take_turn, wait_turn,
 )
 
 import sys

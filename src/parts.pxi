@@ -61,14 +61,13 @@ cdef void copy_part(const Call *call, const Part *source, Part *target,
 cdef void merge_part(const Call *call, const Part *right, Part *left, Py_ssize_t m) noexcept nogil:
     """left becomes left and right together."""
     cdef Py_ssize_t r, d
-    cdef float top, base, keep, add
+    cdef float top, keep, add
     cdef float *sums
     cdef const float *more
     for r in range(m):
-        top = max(left.max[r], right.max[r])
-        base = 0.0 if top == -INFINITY else top
-        keep = expf(left.max[r] - base)
-        add = expf(right.max[r] - base)
+        top = shifted(left.max[r], right.max[r])
+        keep = qkv_correction(left.max[r], top)
+        add = qkv_correction(right.max[r], top)
         sums = left.sums + r * call.Dv
         more = right.sums + r * call.Dv
         for d in range(call.Dv):
@@ -76,6 +75,11 @@ cdef void merge_part(const Call *call, const Part *right, Part *left, Py_ssize_t
         left.sum[r] = left.sum[r] * keep + right.sum[r] * add
         left.max[r] = top
         left.nonfinite_v[r] |= right.nonfinite_v[r]
+
+
+cdef inline float shifted(float before, float largest) noexcept nogil:
+    """What is subtracted from scores: as softmax_tile has it, so that few sums are rounded again."""
+    return largest if largest > before + HARDLY_LARGER else before
 
 
 cdef void retire_part(void *job, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil:

@@ -14,6 +14,7 @@
 #define QKV_KERNELS_H
 
 #include <float.h>
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -34,8 +35,17 @@
 enum { PANEL = 64, TILE = 256, LANES = 16 /* the widest vector; every width divides it */ };
 _Static_assert(TILE % PANEL == 0 && PANEL % LANES == 0, "tiles are whole panels of whole vectors");
 
-/* How far a row's maximum may rise before the sums of earlier tiles are corrected: e^20 is 5e8. */
-#define HARDLY_LARGER 20.0f
+/* How far a row's maximum may rise before the sums of earlier keys are corrected, since each
+   correction rounds them.  What is subtracted from a score may be so much less than the maximum, and
+   then the difference is rounded, by at most a unit. */
+#define HARDLY_LARGER 4.0f
+
+/* What sums of exp(score - before) are multiplied by to be sums of exp(score - after): rarely anything
+   but 1, and then without an error of its own, since all of them have it in common. */
+static inline float qkv_correction(float before, float after) {
+    if (before == after) return 1.0f;
+    return before == -INFINITY ? 0.0f : (float)exp((double)before - after);
+}
 
 /* How numbers are stored; everything is computed in float32. */
 enum { QKV_FLOAT32, QKV_FLOAT16, QKV_BFLOAT16, QKV_INT8 };

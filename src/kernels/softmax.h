@@ -73,13 +73,6 @@ static void adjust_row(float *s, ptrdiff_t n, ptrdiff_t first, const qkv_row *ro
     }
 }
 
-/* What the sums of earlier tiles are multiplied by: rarely anything but 1, and then without an error
-   of its own, since all of them have it in common. */
-static ALWAYS_INLINE float correction(float before, float shift) {
-    if (before == shift) return 1.0f;
-    return before == -INFINITY ? 0.0f : (float)exp((double)before - shift);
-}
-
 /* Up to VL rows at a time: their maxima and sums over the lanes are found in one tree each, and
    what follows from them is computed a row per lane. */
 static void softmax_tile(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, ptrdiff_t first,
@@ -117,7 +110,7 @@ static void softmax_tile(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, ptrd
         for (ptrdiff_t u = 0; u < filled; u++)
             lanes[u] = exp_and_sums(s + u * lds, s + u * lds, base[u], whole);
         v_store_n(old, before, filled);
-        for (ptrdiff_t u = 0; u < filled; u++) factor[i + u] = correction(old[u], base[u]);
+        for (ptrdiff_t u = 0; u < filled; u++) factor[i + u] = qkv_correction(old[u], base[u]);
         vec sums = v_mul(v_load_n(sum + i, filled), v_load_n(factor + i, filled));
         v_store_n(sum + i, v_add(sums, v_sums(lanes)), filled);
     }
