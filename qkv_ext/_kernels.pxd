@@ -13,6 +13,7 @@ cdef extern from "kernels.h" nogil:
     const Py_ssize_t LANES
     const float HARDLY_LARGER
     float qkv_correction(float before, float after)
+    float qkv_magnitude(const float *x, Py_ssize_t n)
 
     enum:
         QKV_FLOAT32

@@ -36,8 +36,8 @@ from libc.string cimport memcpy, memset
 from qkv_ext._kernels cimport (
     HARDLY_LARGER, LANES, PANEL, QKV_BFLOAT16, QKV_FLOAT16, QKV_FLOAT32, QKV_INT8, QKV_MINUS,
     QKV_PLUS, TILE, free_order, new_order, parallel_for, qkv_correction, qkv_enter_float_mode,
-    qkv_float_mode, qkv_kernels, qkv_leave_float_mode, qkv_order, qkv_prefetch, qkv_row, qkv_run,
-    release, scratch, stopped, table, take_turn, wait_turn,
+    qkv_float_mode, qkv_kernels, qkv_leave_float_mode, qkv_magnitude, qkv_order, qkv_prefetch,
+    qkv_row, qkv_run, release, scratch, stopped, table, take_turn, wait_turn,
 )
 
 import sys
@@ -135,7 +135,8 @@ cdef struct Part:
     float *sums          # [block, Dv]
     float *max           # [block]
     float *sum           # [block]
-    uint8_t *nonfinite_v  # [block], MET and SEEN: what V has to do with sums that are not finite
+    uint8_t *nonfinite_v  # [block], MET and SEEN: what V has to do with sums that are not finite;
+                         # LARGE: whether int8 keys may make scores that are not
 
 
 # A worker's memory.
@@ -143,6 +144,7 @@ cdef struct Desk:
     Part part
     Part total           # of the splits so far, where a task walks several
     float *q             # [block, D], scaled
+    float reach          # what they make of an int8 key of scale 1, or more
     float *scores        # [block, TILE] TILE + LANES
     float *factor        # [block]
     float *ones          # [block]

@@ -32,6 +32,8 @@ cdef enum:
 cdef enum:
     MET = 1              # a tile of the row has entries that are not,
     SEEN = 2             # and the row is allowed the key of one
+    V_BITS = MET | SEEN
+    LARGE = 4            # the products with an int8 key may be beyond float32 once it has its scale
 
 
 cdef bint any_to_do(const Place *at, const Desk *desk, Py_ssize_t first, Py_ssize_t m,
@@ -40,7 +42,7 @@ cdef bint any_to_do(const Place *at, const Desk *desk, Py_ssize_t first, Py_ssiz
     cdef Py_ssize_t r
     for r in range(first, first + m):
         if how == CLEAN:
-            if desk.todo[r] == PENDING and desk.part.nonfinite_v[r] == MET:
+            if desk.todo[r] == PENDING and desk.part.nonfinite_v[r] & V_BITS == MET:
                 return True
         elif desk.todo[r] == (TO_SCORE if at.scaled else TO_WEIGH):
             return True
@@ -54,6 +56,27 @@ cdef bint sees_any(const qkv_row *row) noexcept nogil:
         return row.lo < row.hi
     for j in range(row.lo, row.hi):
         if allowed(row, j):
+            return True
+    return False
+
+
+cdef bint overflows(const Call *call, const Place *at, const Desk *desk,
+                    Py_ssize_t r) noexcept nogil:
+    """Whether products with an int8 key that the row is allowed may be beyond float32.
+
+    What integers make finite, by taking each other away, the formula may not.
+    """
+    cdef const qkv_row *row = &desk.rows[r]
+    cdef const float *scale
+    cdef float reach
+    cdef Py_ssize_t j
+    if not desk.part.nonfinite_v[r] & LARGE or at.scaled:
+        return False
+    reach = reach_of(call, desk.q + r * call.D, 1)
+    for j in range(row.lo, row.hi):
+        scale = <const float *> at.item.pages[4 * (j // call.page) + 2]
+        if allowed(row, j) and not isfinite(
+                reach * scale[at.kv_head * call.page + j % call.page]):
             return True
     return False
 
@@ -189,6 +212,9 @@ cdef void settle_row(const Call *call, const Place *at, Desk *desk, Py_ssize_t r
     cdef float sink = -INFINITY if call.sinks == NULL else call.sinks[h]
     cdef float top = desk.part.max[r], total = desk.part.sum[r], lse, value = 0.0
     cdef Py_ssize_t j
+    if overflows(call, at, desk, r):
+        desk.todo[r] = TO_SCORE
+        return
     desk.todo[r] = DONE
     desk.top[r] = desk.inverse[r] = 0.0
     if total == 0.0 and not sees_any(row):
@@ -251,7 +277,7 @@ cdef void redo_rows(const Call *call, Place *at, Desk *desk, int worker,
     for r in range(at.m):
         if r > 0:
             next_row(call, at, &h, &i)
-        if desk.todo[r] == PENDING and desk.part.nonfinite_v[r] != MET:
+        if desk.todo[r] == PENDING and desk.part.nonfinite_v[r] & V_BITS != MET:
             settle_row(call, at, desk, r, h, i, row_out(call, at, desk, r, h, i))
             if desk.todo[r] == DONE:
                 store_row(call, at, desk, r, h, i)

@@ -53,6 +53,8 @@ cdef void start_rows(const Call *call, const Place *at, Desk *desk) noexcept nog
     cdef qkv_row *row
     cdef Py_ssize_t r, i, h, position
     gather_rows(call, at, desk)
+    if call.stored == QKV_INT8:
+        desk.reach = reach_of(call, desk.q, at.m)
     first_row(call, at, &h, &i)
     for r in range(at.m):
         if r > 0:
@@ -76,6 +78,11 @@ cdef void start_rows(const Call *call, const Place *at, Desk *desk) noexcept nog
         row.scores = NULL
         if item.weights != NULL:
             row.scores = <float *> (item.weights + h * call.weights_head + i * call.weights_row)
+
+
+cdef inline float reach_of(const Call *call, const float *q, Py_ssize_t m) noexcept nogil:
+    """More than the products of m query rows with a key of integers can add up to."""
+    return 128.0 * call.D * qkv_magnitude(q, m * call.D)
 
 
 cdef inline bint allowed(const qkv_row *row, Py_ssize_t j) noexcept nogil:
@@ -112,7 +119,7 @@ cdef bint find_factors(const Call *call, const Place *at, Desk *desk, bint again
         if again and desk.todo[r] != PENDING:
             continue
         top, sum, factor = part.max[r], part.sum[r], 1.0
-        fine = sum > 0.0
+        fine = sum > 0.0 and not overflows(call, at, desk, r)
         if call.sinks != NULL:
             sink = call.sinks[h]
             fine = fine and isfinite(top) and not (isnan(sink) or sink == INFINITY)

@@ -95,6 +95,10 @@ cdef void score_tile(const Call *call, const Place *at, Desk *desk, Py_ssize_t t
     take_keys(call, at, desk, tile, &keys)
     if at.scaled and keys.scale != NULL:
         scale_panels(call, desk, n, &keys)
+    elif keys.scale != NULL and not call.ops.scaled(keys.scale, n, &desk.reach, desk.v_scale, n, 1,
+                                                    n):
+        for r in range(at.m):
+            desk.part.nonfinite_v[r] |= LARGE
     for c from 0 <= c < n by PANEL:
         for r from 0 <= r < at.m by step:
             if desk.start[r] <= c < desk.end[r]:

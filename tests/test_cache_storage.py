@@ -216,3 +216,29 @@ def test_the_callers_errstate_is_not_obeyed(kind, given):
         cache.keys(0)
         cache.attend(x[:, :, :2])
         cache.attend(x[:, :, :2], backend="numpy")
+
+
+@pytest.mark.parametrize("n", [2, 20, 300, 3000])
+@pytest.mark.parametrize("length", [1, 3, 20, 200])
+def test_int8_scores_beyond_float32(length, n, backend, rng):
+    """inf - inf of the formula is NaN, though the products with the integers are 0 together.
+
+    A row that is not allowed the key has the bits that it has beside an ordinary one.
+    """
+    k, v = (rng.standard_normal((1, 2, n, 2), np.float32) for _ in "kv")
+    q = np.full((1, 2, length, 2), 1e30, np.float32)
+    q[..., 1] *= -1
+    k[..., 1] = k[..., 0]
+    mask = np.ones((length, n), bool)
+    mask[::2, n // 2] = False
+    outputs = []
+    for key in (1, 1e10):
+        k[:, :, n // 2] = key
+        cache = KVCache(1, 2, 2, dtype="int8")
+        cache.append(k, v)
+        more = {"return_weights": True, "return_lse": True}
+        outputs.append(cache.attend(q, mask=mask, backend=backend, **more))
+    for plain, large in zip(*outputs, strict=True):
+        assert np.isfinite(plain).all()
+        assert_same_bits(large[:, :, ::2], plain[:, :, ::2])
+        assert np.isnan(large[:, :, 1::2]).all()

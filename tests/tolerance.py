@@ -58,10 +58,10 @@ def largest(x, minus=0.0):
     return float(difference[np.isfinite(difference)].max(initial=0))
 
 
-def allowed_error(truth, *plain):
-    """The bound of the error rule for one array."""
+def allowed_error(truth, *plain, size=None):
+    """The bound of the error rule for one array; size is as large as the truth, or larger."""
     errors = [largest(x, truth) for x in plain]
-    return 2 * max(errors) + 4 * float(F32.eps) * largest(truth)
+    return 2 * max(errors) + 4 * float(F32.eps) * largest(truth if size is None else size)
 
 
 def half_unit(x, dtype):

@@ -17,6 +17,7 @@
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 /* setup.py takes flags for fast floating point out of what the user gives; what still arrives, by a
    wrapper of the compiler or a pragma, ends here. */
@@ -141,6 +142,19 @@ typedef struct {
     void (*exp)(const float *x, float *y, ptrdiff_t n);
     void (*tanh)(const float *x, float *y, ptrdiff_t n);
 } qkv_kernels;
+
+/* The largest magnitude of x[n]; NaN counts as larger than all. */
+static inline float qkv_magnitude(const float *x, ptrdiff_t n) {
+    uint32_t largest = 0, bits;
+    float magnitude;
+    for (ptrdiff_t j = 0; j < n; j++) {
+        memcpy(&bits, x + j, sizeof bits);
+        bits &= 0x7fffffff;
+        largest = bits > largest ? bits : largest;
+    }
+    memcpy(&magnitude, &largest, sizeof magnitude);
+    return magnitude;
+}
 
 /* Ask for the cache line at p, into the caches from that level on (3 is the first); never faults. */
 #if defined(__GNUC__)

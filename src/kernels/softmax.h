@@ -12,24 +12,30 @@ static ALWAYS_INLINE vec lane_maxima(const float *s, ptrdiff_t whole) {
     return v_max(a, b);
 }
 
-/* y = exp(x - max); returns the sum of each lane.  Which of the two sums a lane goes to depends on
-   its place in the tile alone, so that excluded keys at the end, which add zeros, change no bit. */
+/* A tile is summed in so many chains of vectors: 16 numbers side by side, or more. */
+enum { CHAINS = VL < 8 ? 16 / VL : 2 };
+
+/* y = exp(x - max); returns the sum of each lane.  Which of the chains a lane goes to depends on its
+   place in the tile alone, so that excluded keys at the end, which add zeros, change no bit. */
 static ALWAYS_INLINE vec exp_and_sums(const float *x, float *y, float max, ptrdiff_t whole) {
-    vec a = v_zero(), b = v_zero(), top = v_set1(max);
+    vec sums[CHAINS], top = v_set1(max), value;
     ptrdiff_t j = 0;
-    for (; j + 2 * VL <= whole; j += 2 * VL) {
-        vec even = v_exp(v_sub(v_load(x + j), top)), odd = v_exp(v_sub(v_load(x + j + VL), top));
-        v_store(y + j, even);
-        v_store(y + j + VL, odd);
-        a = v_add(a, even);
-        b = v_add(b, odd);
-    }
-    if (j < whole) {
-        vec even = v_exp(v_sub(v_load(x + j), top));
-        v_store(y + j, even);
-        a = v_add(a, even);
-    }
-    return v_add(a, b);
+    UNROLL for (int c = 0; c < CHAINS; c++) sums[c] = v_zero();
+    for (; j + CHAINS * VL <= whole; j += CHAINS * VL)
+        UNROLL for (int c = 0; c < CHAINS; c++) {
+            value = v_exp(v_sub(v_load(x + j + c * VL), top));
+            v_store(y + j + c * VL, value);
+            sums[c] = v_add(sums[c], value);
+        }
+    UNROLL for (int c = 0; c < CHAINS - 1; c++)
+        if (j + c * VL < whole) {
+            value = v_exp(v_sub(v_load(x + j + c * VL), top));
+            v_store(y + j + c * VL, value);
+            sums[c] = v_add(sums[c], value);
+        }
+    UNROLL for (int step = 1; step < CHAINS; step *= 2)
+        UNROLL for (int c = 0; c < CHAINS; c += 2 * step) sums[c] = v_add(sums[c], sums[c + step]);
+    return sums[0];
 }
 
 /* |at - lane| for each lane: as floats where these are exact, else from integers, rounded once. */

@@ -1,0 +1,456 @@
+"""Looks for arrays that break the error rule of tolerance.py, by hill-climbing on error / bound.
+
+    python tests/adversary.py [--arrays 100000] [--seconds N] [--seed SEED] [--backend NAME ...]
+
+An array starts in one of the families below, or as a change of one of those that came nearest to
+the bound so far.  Every backend computes it; families and storage types are drawn at random.
+Printed are the worst ratios for each backend, and what gave them; a ratio above 1 breaks the rule,
+and the program then ends with 1.
+"""
+
+import argparse
+import sys
+import time
+
+import numpy as np
+import oracle
+from cases import dtype_of
+from tolerance import WAYS, allowed_error, half_unit, largest, plain_attention
+
+import qkv_ext
+from qkv_ext import KVCache
+
+F32 = np.float32
+STORAGE = ("float32", "float32", "float16", "bfloat16")
+CACHES = ("float32", "float16", "bfloat16", "int8")
+
+
+class Draw:
+    """A problem: arrays and options by name, and how they are stored."""
+
+    def __init__(self, rng):
+        self.rng = rng
+
+    def size(self, *choices):
+        return int(self.rng.choice(choices))
+
+    def normal(self, *shape):
+        return self.rng.standard_normal(shape, F32)
+
+    def power(self, low, high):
+        """2 to a random power."""
+        return F32(2.0 ** self.rng.uniform(low, high))
+
+
+# ---- families of attention: each changes q, k, v (1, H, L or S, D) or the options in place -------
+
+
+def wide_scores(draw, x, options):
+    x["q"] *= draw.power(0, 6)
+
+
+def exact_scores(draw, x, options):
+    """Whole numbers: what the plain formula makes no error of."""
+    x["q"], x["k"] = np.rint(x["q"] * draw.power(-1, 3)), np.rint(x["k"])
+    options["scale"] = 1.0
+
+
+def one_number(draw, x, options):
+    """D = 1: scores without a sum."""
+    x["q"], x["k"] = x["q"][..., :1].copy(), x["k"][..., :1] * draw.power(0, 6)
+    options["scale"] = 1.0
+
+
+def ramp(draw, x, options):
+    """A maximum that rises from tile to tile, and values in the first of them alone."""
+    one_number(draw, x, options)
+    x["k"][..., 0] = np.linspace(0, draw.rng.uniform(0, 90), x["k"].shape[-2])
+    x["k"] += draw.normal(1) * draw.power(-4, 6)
+    if draw.size(0, 1):
+        x["v"][..., 40:, :] = 0
+
+
+def sink(draw, x, options):
+    options["sinks"] = (draw.rng.uniform(-5, 100) + draw.normal(x["q"].shape[1])).astype(F32)
+
+
+def outlier(draw, x, options):
+    j = draw.rng.integers(x["k"].shape[-2])
+    x["k"][..., j, :] *= draw.power(0, 8)
+
+
+def two_keys(draw, x, options):
+    """Two keys that hardly differ, with opposite values."""
+    i, j = draw.rng.integers(x["k"].shape[-2], size=2)
+    x["k"][..., j, :] = x["k"][..., i, :] * (1 + draw.power(-20, -1) * draw.normal(1))
+    x["v"][..., j, :] = -x["v"][..., i, :]
+    x["q"] *= draw.power(0, 5)
+
+
+def cancelling(draw, x, options):
+    """Values whose weighted sum is nearly nothing."""
+    x["q"] *= draw.power(-20, 0)
+    x["v"] -= x["v"].mean(axis=-2, keepdims=True)
+
+
+def cancelling_scores(draw, x, options):
+    """Products of a score that take each other away."""
+    half = x["k"].shape[-1] // 2
+    if half:
+        x["k"][..., :half] = -x["k"][..., half : 2 * half] * (1 + draw.power(-20, 0))
+        x["q"][..., :half] = x["q"][..., half : 2 * half]
+        x["q"] *= draw.power(0, 8)
+
+
+def alibi(draw, x, options):
+    options["alibi_slopes"] = np.abs(draw.normal(x["q"].shape[1])) * draw.power(-8, 3)
+    options["query_offset"] = draw.size(0, 1, 300, 1000, 1 << 22)
+
+
+def softcap(draw, x, options):
+    options["softcap"] = float(draw.power(-3, 6))
+    x["q"] *= draw.power(0, 6)
+
+
+def float_mask(draw, x, options):
+    shape = x["q"].shape[-2], x["k"].shape[-2]
+    options["mask"] = draw.normal(*shape) * draw.power(-2, 6)
+
+
+def few_allowed(draw, x, options):
+    shape = x["q"].shape[-2], x["k"].shape[-2]
+    options["mask"] = draw.rng.random(shape, F32) < draw.rng.uniform(0.01, 1)
+    options["causal"] = bool(draw.size(0, 1))
+
+
+def magnitudes(draw, x, options):
+    for name in "qkv":
+        x[name] *= draw.power(-30, 30)
+    options["scale"] = float(1 / max(largest(x["q"]) * largest(x["k"]), 1e-30))
+
+
+def plain(draw, x, options):
+    options["causal"] = bool(draw.size(0, 1))
+
+
+FAMILIES = (
+    plain, wide_scores, exact_scores, one_number, ramp, sink, outlier, two_keys, cancelling,
+    cancelling_scores, alibi, softcap, float_mask, few_allowed, magnitudes,
+)  # fmt: skip
+
+
+class Attention:
+    """One call of scaled_dot_product_attention, or of a cache's attend."""
+
+    def __init__(self, draw):
+        size = draw.size
+        d, dv, s = size(1, 3, 8, 16, 64, 80, 128, 160), size(1, 4, 16), size(2, 5, 12, 40, 64, 300)
+        s = size(260, 700, 1100, 2100, 5000) if size(*range(12)) == 0 else s
+        length, hkv = size(1, 1, 2, 3, 5, 9, 20), size(1, 1, 2)
+        h = hkv * size(1, 1, 2, 5)
+        self.arrays = {"q": draw.normal(1, h, length, d), "k": draw.normal(1, hkv, s, d),
+                       "v": draw.normal(1, hkv, s, dv)}  # fmt: skip
+        self.options = {}
+        if size(0, 1):
+            self.options["scale"] = float(draw.power(-5, 1))
+        self.families = [draw.rng.choice(FAMILIES) for _ in range(size(1, 1, 2))]
+        for family in self.families:
+            family(draw, self.arrays, self.options)
+        self.cached = bool(size(0, 0, 1))
+        self.kind = str(draw.rng.choice(CACHES if self.cached else STORAGE))
+        self.options = {k: v for k, v in self.options.items() if v is not False}
+
+    def __str__(self):
+        shapes = " ".join(f"{name}{x.shape}" for name, x in self.arrays.items())
+        where = f"cache of {self.kind}" if self.cached else self.kind
+        return f"{'+'.join(f.__name__ for f in self.families)} {shapes} {where}"
+
+    def prepare(self):
+        """What is given, what the formula is computed of, and the dtype of the results."""
+        q, k, v = self.arrays.values()
+        if not self.cached:
+            dtype = dtype_of(self.kind)
+            most = 65504 if dtype == np.float16 else np.inf
+            self.given = [np.clip(x, -most, most).astype(dtype) for x in (q, k, v)]
+            return [x.astype(F32) for x in self.given]
+        self.given = q
+        self.cache = KVCache(1, k.shape[1], k.shape[-1], v.shape[-1], dtype=self.kind)
+        most = 65504 if self.kind == "float16" else np.inf
+        self.cache.append(np.clip(k, -most, most), np.clip(v, -most, most))
+        return [q, self.cache.keys(0)[None], self.cache.values(0)[None]]
+
+    def compute(self, backend):
+        rest = {"return_weights": True, "return_lse": True, "backend": backend}
+        if self.cached:
+            return self.cache.attend(self.given, **self.options, **rest)
+        return qkv_ext.scaled_dot_product_attention(*self.given, **self.options, **rest)
+
+    def truth_and_plain(self, arrays):
+        truth = oracle.attention(*arrays, **self.options)
+        two = [plain_attention(*arrays, way, **self.options) for way in WAYS]
+        return truth, two, conditions(arrays, truth, self.options)
+
+
+def conditions(arrays, truth, options):
+    """How large what is rounded on the way to an entry is, for each array.
+
+    A score s is a sum, and its terms together have the size a >= |s|.  If it is off by a unit of
+    rounding of a, its weight is off by as many units, and so is what the weights make of V:
+
+        output    sum of w |v| and of w |v - output| a
+        weights   w + w (a + sum of w a)
+        lse       |lse| + sum of w a
+    """
+    q, k, v = (x.astype(np.float64) for x in arrays)
+    output, weights, lse = truth
+    d, group = q.shape[-1], q.shape[1] // k.shape[1]
+    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+    size = np.abs(q * options.get("scale", 1 / np.sqrt(d))) @ np.abs(k).swapaxes(-1, -2)
+    if "alibi_slopes" in options:
+        offset = options["query_offset"]
+        distance = np.arange(q.shape[-2])[:, None] + offset - np.arange(k.shape[-2])
+        size += options["alibi_slopes"][:, None, None] * np.abs(distance)
+    if getattr(options.get("mask"), "dtype", None) == F32:
+        size += np.abs(options["mask"])
+    mean = (weights * size).sum(axis=-1, keepdims=True)
+    if "sinks" in options:
+        sinks = np.abs(options["sinks"])[:, None, None]
+        mean += np.maximum(1 - weights.sum(axis=-1, keepdims=True), 0) * sinks
+    spread = np.einsum(
+        "bhls,bhlsd->bhld", weights * size, np.abs(v[:, :, None] - output[:, :, :, None])
+    )
+    return (
+        weights @ np.abs(v) + spread + np.abs(output) * mean,
+        weights * (1 + size + mean),
+        np.abs(lse) + mean[..., 0],
+    )
+
+
+class Product:
+    """A matmul."""
+
+    def __init__(self, draw):
+        size = draw.size
+        m, n, k = size(1, 1, 2, 5), size(1, 1, 2, 7, 20), size(2, 5, 16, 64, 256, 300, 700, 1500)
+        a, b = draw.normal(m, k), draw.normal(k, n)
+        if size(0, 1):
+            b[: k // 2] = -b[k // 2 : k // 2 * 2]
+            a[:, : k // 2] = a[:, k // 2 : k // 2 * 2] * (1 + draw.power(-24, 0) * draw.normal(1))
+        if size(0, 1):
+            a *= 2.0 ** draw.rng.uniform(-8, 8, a.shape).astype(F32)
+        if size(0, 1):
+            b = np.abs(b)
+        self.arrays, self.options, self.kind = {"a": a, "b": b}, {}, "float32"
+
+    def __str__(self):
+        return "matmul " + " ".join(f"{name}{x.shape}" for name, x in self.arrays.items())
+
+    def prepare(self):
+        return list(self.arrays.values())
+
+    def compute(self, backend):
+        return (qkv_ext.matmul(*self.arrays.values(), backend=backend),)
+
+    def truth_and_plain(self, arrays):
+        a, b = arrays
+        truth = (a.astype(np.float64) @ b.astype(np.float64),)
+        size = np.abs(a).astype(np.float64) @ np.abs(b)
+        return truth, [(way[0](a, b),) for way in WAYS], (size,)
+
+
+class Softmax:
+    """A softmax of rows."""
+
+    def __init__(self, draw):
+        x = draw.normal(draw.size(1, 3), draw.size(1, 2, 7, 64, 300, 1000, 3000)) * draw.power(
+            -2, 7
+        )
+        if draw.size(0, 1):
+            x = np.sort(x, axis=-1)
+        if draw.size(0, 1):
+            x += draw.power(0, 12)
+        self.arrays, self.options, self.kind = {"x": x.astype(F32)}, {}, "float32"
+
+    def __str__(self):
+        return f"softmax {self.arrays['x'].shape}"
+
+    def prepare(self):
+        return [self.arrays["x"]]
+
+    def compute(self, backend):
+        return (qkv_ext.softmax(self.arrays["x"], backend=backend),)
+
+    def truth_and_plain(self, arrays):
+        (x,) = arrays
+
+        def formula(x, add_up):
+            terms = np.exp(x - x.max(axis=-1, keepdims=True))
+            return (terms / add_up(terms)[..., None],)
+
+        truth = formula(x.astype(np.float64), lambda x: x.sum(axis=-1))
+        return truth, [formula(x, way[1]) for way in WAYS], truth
+
+
+class Merge:
+    """A merge of parts of attention."""
+
+    def __init__(self, draw):
+        parts, rows = draw.size(1, 2, 3, 8, 30), draw.size(1, 1, 4)
+        lse = draw.normal(parts, rows) * draw.power(-2, 6) + draw.power(0, 7)
+        out = draw.normal(parts, rows, draw.size(1, 4)) * draw.power(-20, 20)
+        if draw.size(0, 1):
+            out -= out.mean(axis=0)
+        self.arrays, self.options, self.kind = {"out": out, "lse": lse}, {}, "float32"
+
+    def __str__(self):
+        return f"merge {self.arrays['out'].shape}"
+
+    def prepare(self):
+        return [self.arrays["lse"], self.arrays["out"]]
+
+    def compute(self, backend):
+        return qkv_ext.merge_attention(self.arrays["out"], self.arrays["lse"], backend=backend)
+
+    def truth_and_plain(self, arrays):
+        def formula(lse, out, add_up):
+            top = lse.max(axis=0)
+            terms = np.exp(lse - top)
+            total = add_up(terms.T)
+            weights = (terms / total)[..., None]
+            merged = add_up(np.moveaxis(weights * out, 0, -1))
+            return merged, top + np.log(total)
+
+        lse, out = (x.astype(np.float64) for x in arrays)
+        truth = formula(lse, out, lambda x: x.sum(axis=-1))
+        weights = np.exp(lse - truth[1])[..., None]
+        sizes = (weights * np.abs(out)).sum(axis=0), truth[1]
+        return truth, [formula(*arrays, way[1]) for way in WAYS], sizes
+
+
+KINDS = (Attention, Attention, Attention, Attention, Product, Softmax, Merge)
+
+
+def changed(problem, draw):
+    """A small change of one array or option."""
+    other = object.__new__(type(problem))
+    other.__dict__ |= problem.__dict__
+    other.arrays = {name: x.copy() for name, x in problem.arrays.items()}
+    other.options = dict(problem.options)
+    numbers = [n for n, value in other.options.items() if isinstance(value, float)]
+    floats = [n for n, x in other.options.items() if getattr(x, "dtype", None) == F32]
+    rng, how = draw.rng, draw.size(0, 1, 2, 3, 4, 5)
+    if numbers and how == 0:
+        name = rng.choice(numbers)
+        other.options[name] *= float(draw.power(-0.3, 0.3))
+        return other
+    if floats and how == 1:
+        name = rng.choice(floats)
+        other.options[name] = (other.options[name] * draw.power(-0.1, 0.1)).astype(F32)
+        return other
+    x = other.arrays[rng.choice(list(other.arrays))].reshape(-1)
+    some = rng.integers(x.size, size=draw.size(1, 1, 3, 10))
+    if how == 2:
+        x *= draw.power(-0.5, 0.5)
+    elif how == 3:
+        x[some] = x[rng.permutation(some)]
+    elif how == 4:
+        x[some] = draw.normal(len(some)) * (np.abs(x).mean() + F32(1e-30))
+    else:
+        x[some] *= 1 + draw.normal(len(some)) * draw.power(-22, 0)
+    return other
+
+
+def ratios(problem, backends):
+    """(error / bound, the same by two orders alone) of the worst array, for each backend."""
+    arrays = problem.prepare()
+    truth, plain, sizes = problem.truth_and_plain(arrays)
+    floor = float(np.finfo(F32).tiny) * max(1.0, largest(arrays[-1]))
+    few = [allowed_error(t, *p) + floor for t, *p in zip(truth, *plain, strict=True)]
+    bounds = [
+        allowed_error(t, *p, size=size) + floor
+        for t, size, *p in zip(truth, sizes, *plain, strict=True)
+    ]
+    result = {}
+    for backend in backends:
+        pairs = [
+            (ratio(x, t, bound), ratio(x, t, narrow))
+            for x, t, bound, narrow in zip(
+                problem.compute(backend), truth, bounds, few, strict=True
+            )
+        ]
+        result[backend] = tuple(map(max, zip(*pairs, strict=True)))
+    return result
+
+
+def ratio(actual, truth, bound):
+    dtype = actual.dtype
+    rounded = truth.astype(dtype).astype(np.float64)
+    truth = np.where(np.isfinite(rounded), truth, rounded)  # beyond the dtype
+    finite = np.isfinite(truth)
+    actual = actual.astype(np.float64)
+    if not np.array_equal(actual[~finite], truth[~finite], equal_nan=True):
+        return np.inf
+    if not np.isfinite(actual[finite]).all():
+        return np.inf
+    error = np.abs(actual[finite] - truth[finite])
+    error = np.maximum(error - half_unit(np.abs(truth[finite]) + bound, dtype), 0)
+    worst = float(error.max(initial=0))
+    return worst / bound if bound else (np.inf if worst else 0.0)
+
+
+class Search:
+    """The arrays that came nearest to the bound so far, and the next to be tried."""
+
+    POOL = 12  #: how many are kept of each kind and storage type
+
+    def __init__(self, seed, backends):
+        self.draw, self.backends = Draw(np.random.default_rng(seed)), backends
+        self.pools = {}
+        self.worst = dict.fromkeys(backends, ((0.0, ""), (0.0, "")))  # by both rules
+
+    def step(self, n):
+        """Try one array on every backend."""
+        rng = self.draw.rng
+        problem = rng.choice(KINDS)(self.draw)
+        pool = self.pools.setdefault((type(problem), problem.kind), [])
+        if len(pool) == self.POOL and rng.random() < 0.7:
+            problem = changed(pool[rng.integers(self.POOL)][1], self.draw)
+        with np.errstate(all="ignore"):
+            found = ratios(problem, self.backends)
+        for name, pair in found.items():
+            named = ((value, f"{n} {problem}") for value in pair)
+            self.worst[name] = tuple(map(max, self.worst[name], named))
+        highest = max(pair[0] for pair in found.values())
+        if np.isfinite(highest):
+            pool.append((highest, problem))
+            pool.sort(key=lambda entry: -entry[0])
+            del pool[self.POOL :]
+
+    def highest(self):
+        return max(by_rule[0] for by_rule, _ in self.worst.values())
+
+    def __str__(self):
+        lines = []
+        for name, (rule, truth_alone) in self.worst.items():
+            lines.append(f"{name}: {rule[0]:.3g} of the bound, by {rule[1]}")
+            lines.append(f"    without sizes: {truth_alone[0]:.3g}, by {truth_alone[1]}")
+        return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--arrays", type=int, default=100_000)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--backend", nargs="*", default=qkv_ext.backends())
+    arguments = parser.parse_args()
+    search, start, n = Search(arguments.seed, arguments.backend), time.monotonic(), 0
+    while n < arguments.arrays and time.monotonic() - start < arguments.seconds:
+        search.step(n)
+        n += 1
+    print(f"{n} arrays in {time.monotonic() - start:.0f} s\n{search}")
+    return search.highest() > 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
