@@ -21,6 +21,9 @@ Array: TypeAlias = NDArray[Any]
 Later: TypeAlias = list[tuple[Array, Array]]
 
 MOST = 30  #: axes of an operand; NumPy broadcasts no more than 32, and heads are one more
+MOST_NUMBERS = 47  #: 2 to that power, of an operand: what can be addressed
+MOST_EMPTY = 36  #: the same where there are none, axes of length 0 counted as 1: minutes
+MOST_PRODUCTS = 1 << 62  #: of a call: years
 
 FLOAT32 = np.dtype(np.float32)
 FLOAT64 = np.dtype(np.float64)
@@ -106,7 +109,13 @@ def operand(x: Any, name: str, least: int, later: Later | None = None) -> Array:
 
     What they cannot read is copied, or will be by ``copy_rows`` where there is a list for it.
     """
-    if type(x) is np.ndarray and x.dtype is FLOAT32 and x.flags.carray and least <= x.ndim <= MOST:
+    if (
+        type(x) is np.ndarray
+        and x.dtype is FLOAT32
+        and x.flags.carray
+        and x.size
+        and least <= x.ndim <= MOST
+    ):
         return x  # the plain case, quickly
     array = array_of(x, name)
     dtype = _KNOWN.get(array.dtype.newbyteorder("="))
@@ -119,6 +128,11 @@ def operand(x: Any, name: str, least: int, later: Later | None = None) -> Array:
         raise ValueError(f"{name} has shape {array.shape}; expected at least {axes}")
     if array.ndim > MOST:
         raise ValueError(f"{name} has {array.ndim} axes; expected at most {MOST}")
+    # of rows without a number, and of numbers that are broadcast, there may be any number
+    exponent = MOST_NUMBERS if array.size else MOST_EMPTY
+    if math.prod(n or 1 for n in array.shape) > 1 << exponent:
+        what = "entries" if array.size else "of what has no entries"
+        raise ValueError(f"{name} has shape {array.shape}; expected at most 2**{exponent} {what}")
     native = array.dtype.isnative
     if native and array.dtype is not dtype:  # another object for the same dtype
         array = array.view(dtype)
@@ -163,6 +177,11 @@ _FLOATS = "float32, float64, float16 or bfloat16"
 def compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """float16 and bfloat16 are storage: they are computed in float32."""
     return FLOAT64 if dtype == FLOAT64 else FLOAT32
+
+
+def infeasible(shapes: str, products: float) -> ValueError:
+    """The error for what takes years, and whose number of tasks may be beyond an integer."""
+    return ValueError(f"{shapes}: {float(products):.3g} products; expected fewer than 2**62")
 
 
 def cast_to(dtype: np.dtype[Any]) -> str:

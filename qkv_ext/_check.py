@@ -120,6 +120,12 @@ def _misfits(given: tuple[Array, ...], *arrays: Array) -> ValueError:
     return ValueError(message)
 
 
+def _feasible(given: tuple[Array, ...], pairs: float, products: int) -> None:
+    """Refuse so many products for each pair of a query and a key, where that takes years."""
+    if pairs * products >= _arrays.MOST_PRODUCTS:
+        raise _arrays.infeasible(_shapes(given), pairs * products)
+
+
 NO_OFFSET = 0  #: the default itself: any other 0 is checked like every number
 
 
@@ -147,11 +153,13 @@ def attention(
     backend: Any,
     given: tuple[Array, ...] | None = None,
     pages: Pages | None = None,
+    packed: bool = False,
 ) -> Checked[Problem]:
     """Check a call of scaled_dot_product_attention; see there for the arguments.
 
     given is q, k and v as the caller has them, for the errors, where they were changed already.
-    Where pages hold the keys and values, q is checked and k and v tell their shapes only.
+    Where pages hold the keys and values, q is checked and k and v tell their shapes only.  packed
+    says that the caller has more to say of the rows: the one item is a packed batch.
     """
     later = None
     if pages is None and not (
@@ -160,6 +168,9 @@ def attention(
         and q.flags.carray
         and k.flags.carray
         and v.flags.carray
+        and q.size
+        and k.size
+        and v.size
         and _arrays.MOST >= q.ndim == k.ndim == v.ndim >= 2
     ):  # what each of them is, unless they are all plain
         later = _later(q_lengths is not None or kv_lengths is not None)
@@ -218,6 +229,10 @@ def attention(
         rules = rules if spans is None else rules._replace(spans=spans)
         if later is not None and spans is not None:
             copy_rows(later, layout, lead, spans)
+    if rules.spans is not None:
+        _feasible(given, _rules.pairs(rules.spans), h * (d + dv))
+    elif not packed:
+        _feasible(given, lead[0] * inner * length * s, h * (d + dv))
     if mask is not None:  # below rank 4 the caller's scores have no head axis
         own = (*lead, h, length, s) if rank > 3 else (*lead, length, s)[3 - rank :]
         mask = _arrays.mask(mask, own, compute)
@@ -325,9 +340,10 @@ def varlen(
     chosen, problem, arrays, copies = attention(
         q[None], k[None], v[None], None, causal, align, scale, window, softcap, None, sinks,
         None, None, None, 0, "blhd", False, False, None if out is None else out[None], threads,
-        backend, given,
+        backend, given, packed=True,
     )  # fmt: skip
     spans = _rules.packed_spans(align, cu_q, cu_k, kv_lengths)
+    _feasible(given, _rules.pairs(spans), q.shape[1] * (q.shape[2] + v.shape[2]))
     copy_rows(later, "packed", (1,), spans)
     rules = problem.rules._replace(spans=spans)
     compute = _arrays.compute_dtype(q.dtype)
@@ -378,6 +394,9 @@ def matmul(a: Any, b: Any, out: Any, threads: Any, backend: Any) -> Checked[Prod
     except ValueError:
         raise ValueError(f"{given}; their leading axes do not broadcast") from None
     shape = (*lead, a.shape[-2], b.shape[-1])
+    products = math.prod(shape) * a.shape[-1]
+    if products >= _arrays.MOST_PRODUCTS:
+        raise _arrays.infeasible(given, products)
     output, target, copies = _result(out, shape, a.dtype, a, b)
     a, b = _computed(a), _computed(b)
     if b.ndim == 2 and a.ndim > 2 and a.flags.c_contiguous and target.flags.c_contiguous:
@@ -407,6 +426,9 @@ def linear(x: Any, w: Any, b: Any, out: Any, threads: Any, backend: Any) -> Chec
             raise ValueError(f"b has shape {b.shape}; expected ({d_out},), the d_out of w")
         same_dtype(x=x, b=b)
     shape = (*x.shape[:-1], d_out)
+    products = math.prod(shape) * d_in
+    if products >= _arrays.MOST_PRODUCTS:
+        raise _arrays.infeasible(f"x and w have shapes {x.shape} and {w.shape}", products)
     weight = w.panels if packed else w
     output, target, copies = _result(out, shape, x.dtype, x, weight, b)
     rows = math.prod(x.shape[:-1])

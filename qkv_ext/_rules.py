@@ -179,6 +179,12 @@ def spans(
     return 0, table
 
 
+def pairs(table: Array) -> float:
+    """How many pairs of a query and a key there are in all items of spans."""
+    lengths = table[:, (Q_LENGTH, K_LENGTH)].astype(np.float64)
+    return float(lengths.prod(axis=1).sum())
+
+
 def cumulative(value: Any, name: str, total: int) -> Array:
     """Cumulative lengths (N + 1,) of a packed batch: from 0, never falling, up to the total."""
     array = _arrays.array_of(value, name, "integers (N + 1,)", objects=True)

@@ -11,7 +11,7 @@ cdef bint fit(Views *x) noexcept:
     cdef int n
     views[0], views[1], views[2] = &x.q, &x.k, &x.v
     for n in range(3):
-        if (views[n].ndim != 4 or <size_t> views[n].buf % sizeof(float)
+        if (views[n].ndim != 4 or views[n].len == 0 or <size_t> views[n].buf % sizeof(float)
                 or not PyBuffer_IsContiguous(views[n], b"C")):
             return False
     return (x.q.shape[0] == x.k.shape[0] and x.q.shape[3] == x.k.shape[3] > 0

@@ -121,7 +121,7 @@ def plain(array, int threads, int isa):
     PyObject_GetBuffer(array, &x, PyBUF_STRIDES)
     found = qkv_enter_float_mode()
     try:
-        if (not 0 < x.ndim <= MOST or <size_t> x.buf % sizeof(float)
+        if (not 0 < x.ndim <= MOST or x.len == 0 or <size_t> x.buf % sizeof(float)
                 or not PyBuffer_IsContiguous(&x, b"C")):
             return None
         output = empty(array.shape, float32)
