@@ -226,9 +226,10 @@ def scaled_dot_product_attention(
     - The scale is applied to Q before the product, and the maximum subtracted before exp, so that
       finite scores stay finite.  Sums run over tiles of 256 keys.  The largest error is at most
       twice that of the plain formula in float32, with NumPy's matmul or with sums one term after
-      the other, whichever is farther, plus four units of rounding of the largest entry.
-    - In the compiled backends a row has the same bits whatever the batch, its place in it and the
-      number of threads.
+      the other, whichever is farther, plus four units of rounding of what goes into an entry:
+      Σ w |v| + Σ w |v - output| s, where s = scale Σ |q k| and more is the size of a score's terms.
+    - In the compiled backends a row has the same bits whatever the batch, its place in it, what the
+      other rows hold and the number of threads; for other L or S they may be others.
     - float16 and bfloat16 are computed in float32 and rounded once; lse is float32 then.
     - A query's position is i + offset, where the offset is len_k - len_q for "bottom-right" and 0
       for "top-left", of each item's own lengths.

@@ -1,5 +1,6 @@
 """The error rule on inputs that were looked for because they strain it."""
 
+import adversary
 import numpy as np
 import oracle
 import pytest
@@ -38,3 +39,26 @@ def test_a_sink_above_every_score(gap, backend, rng):
     q, k, v = (rng.standard_normal((1, 2, n, 16), np.float32) for n in (20, 300, 300))
     assert_rule(q, k, v, backend, sinks=np.float32([gap + 3, gap + 3.3]))
     assert_rule(q[:, :, :1], k, v, backend, sinks=np.float32([gap + 2, gap + 3.1]))
+
+
+def test_a_short_search(backend):
+    """python tests/adversary.py is the long one."""
+    search = adversary.Search(seed=3, backends=[backend])
+    for n in range(400):
+        search.step(n)
+    assert 0.1 < search.highest() <= 1, search
+
+
+def test_the_search_finds_a_fault(backend, monkeypatch):
+    """Weights and outputs that are off by eight units."""
+    true = qkv_ext.scaled_dot_product_attention
+
+    def false(*arguments, **options):
+        output, weights, lse = true(*arguments, **options)
+        return output * np.float32(1 + 2.0**-20), weights, lse
+
+    monkeypatch.setattr(qkv_ext, "scaled_dot_product_attention", false)
+    search = adversary.Search(seed=3, backends=[backend])
+    for n in range(400):
+        search.step(n)
+    assert search.highest() > 1, search
