@@ -199,7 +199,7 @@ def conditions(arrays, truth, options):
 
         output    sum of w |v| and of w |v - output| a
         weights   w + w (a + sum of w a)
-        lse       |lse| + sum of w a
+        lse       1 + |lse| + sum of w a
     """
     q, k, v = (x.astype(np.float64) for x in arrays)
     output, weights, lse = truth
@@ -222,7 +222,7 @@ def conditions(arrays, truth, options):
     return (
         weights @ np.abs(v) + spread + np.abs(output) * mean,
         weights * (1 + size + mean),
-        np.abs(lse) + mean[..., 0],
+        1 + np.abs(lse) + mean[..., 0],  # the denominator is rounded before its logarithm
     )
 
 
@@ -323,7 +323,7 @@ class Merge:
         lse, out = (x.astype(np.float64) for x in arrays)
         truth = formula(lse, out, lambda x: x.sum(axis=-1))
         weights = np.exp(lse - truth[1])[..., None]
-        sizes = (weights * np.abs(out)).sum(axis=0), truth[1]
+        sizes = (weights * np.abs(out)).sum(axis=0), 1 + np.abs(truth[1])
         return truth, [formula(*arrays, way[1]) for way in WAYS], sizes
 
 

@@ -18,6 +18,7 @@ import qkv_ext
 
 ASKED_FOR = os.environ.get("QKV_EXT_BACKEND")
 BACKENDS = (ASKED_FOR,) if ASKED_FOR else qkv_ext.backends()
+LARGE = 1 << 20  #: scores of a head
 ROOT = Path(qkv_ext.__file__).resolve().parents[1]  #: where the package under test lies
 
 
@@ -26,7 +27,22 @@ def pytest_addoption(parser):
     parser.addoption("--unnamed", action="store_true", help=said)
 
 
+def is_slow(item):
+    """On other backends than the fastest what starts processes, or many threads; on the slow ones
+    what is large; and the oracle against NumPy there, which is told by smaller ones."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    name = parameters.get("backend", parameters.get("compiled"))
+    if item.get_closest_marker("slow_beside_fastest"):
+        return name != BACKENDS[-1]
+    case = parameters.get("case")
+    large = hasattr(case, "q") and case.q[-2] * case.k[-2] >= LARGE
+    return large and name in (None, "numpy", "scalar")
+
+
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if is_slow(item):
+            item.add_marker("slow")
     if config.getoption("unnamed"):
         named = [item for item in items if {"backend", "compiled"} & set(item.fixturenames)]
         config.hook.pytest_deselected(items=named)

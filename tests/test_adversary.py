@@ -20,6 +20,7 @@ def assert_rule(q, k, v, backend, **options):
         assert_within(x, y, allowed_error(y, *z), what)
 
 
+@pytest.mark.slow_beside_fastest
 @pytest.mark.parametrize("length", [1, 140])
 @pytest.mark.parametrize("rise", [0.3, 5, 20, 60, 300])
 def test_a_maximum_that_rises_in_every_tile(rise, length, backend, rng):
@@ -41,6 +42,7 @@ def test_a_sink_above_every_score(gap, backend, rng):
     assert_rule(q[:, :, :1], k, v, backend, sinks=np.float32([gap + 2, gap + 3.1]))
 
 
+@pytest.mark.slow_beside_fastest
 def test_a_short_search(backend):
     """python tests/adversary.py is the long one."""
     search = adversary.Search(seed=3, backends=[backend])
@@ -49,6 +51,7 @@ def test_a_short_search(backend):
     assert 0.1 < search.highest() <= 1, search
 
 
+@pytest.mark.slow_beside_fastest
 def test_the_search_finds_a_fault(backend, monkeypatch):
     """Weights and outputs that are off by eight units."""
     true = qkv_ext.scaled_dot_product_attention

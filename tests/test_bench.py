@@ -266,6 +266,7 @@ def test_wrong_arguments(capsys):
     assert "no case holds 'no such case'" in said
 
 
+@pytest.mark.slow
 def test_a_race():
     """Processes of their own, one for a library that is not there: a row of a tiny case."""
     case = cases.chosen("growth", "512")[0].tiny().but(name="tiny", memory=True)

@@ -175,6 +175,7 @@ def test_16_bit_queries_are_rounded_once(kind, dtype, compiled, rng):
     assert_same_bits(out.swapaxes(1, 2), output)
 
 
+@pytest.mark.slow_beside_fastest
 @pytest.mark.parametrize("kind", STORAGE)
 def test_rows_that_see_what_is_not_finite(kind, compiled, rng):
     """They too are the same at once and one by one, and as the formula has them."""

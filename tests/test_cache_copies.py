@@ -86,6 +86,7 @@ def any_options(rng, cache, length):
     return taken, {name: make() for name, make in others.items() if rng.random() < 0.25}
 
 
+@pytest.mark.slow_beside_fastest
 @pytest.mark.parametrize("kind", STORAGE)
 def test_attend_after_any_calls(backend, kind, rng):
     """A row that may see a dropped key is refused; every other call is right, on every copy."""

@@ -82,6 +82,7 @@ def test_interrupted_anywhere(change, shared, rng):
     pytest.fail("the change has no end")
 
 
+@pytest.mark.slow_beside_fastest
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of fork beside threads
 def test_forked_while_another_thread_computes(compiled, rng):

@@ -97,6 +97,7 @@ def run(python, backend, body):
     return python(CODE.replace("BACKEND", repr(backend)) + body)
 
 
+@pytest.mark.slow_beside_fastest
 @pytest.mark.parametrize(
     "change",
     [*(f"lambda: set_rounding({n})" for n in range(3)), "flush_subnormals"],

@@ -170,6 +170,7 @@ def test_error_rule(backend, call):
     assert_within(output, truth[0], allowed_error(truth[0], *(x[0] for x in plain)) + 4 * F32.eps)
 
 
+@pytest.mark.slow_beside_fastest
 @settings(max_examples=60)
 @given(calls(), st.data())
 def test_strides(backend, call, data):

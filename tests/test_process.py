@@ -109,6 +109,7 @@ if qkv_ext.backends()[-1] != "numpy":
     SIZES.append((qkv_ext.backends()[-1], 8, 8192))
 
 
+@pytest.mark.slow
 @linux_only
 @pytest.mark.parametrize(("name", "heads", "length"), SIZES)
 def test_memory_at_length(name, heads, length, python):
@@ -255,6 +256,7 @@ def work():
 """
 
 
+@pytest.mark.slow_beside_fastest
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_fork(backend, python):
     """F1 (OpenMathLib/OpenBLAS#294, #5520): the child, its child, and then the parent compute."""
@@ -280,6 +282,7 @@ assert work() == expected
     python(code)
 
 
+@pytest.mark.slow_beside_fastest
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_fork_while_other_threads_compute(compiled, python):
     """F1: the pool is in use at the moment of the fork."""
@@ -310,6 +313,7 @@ assert work() == expected
     python(code)
 
 
+@pytest.mark.slow_beside_fastest
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_pool_of_processes(backend, tmp_path, python):
     """F1: multiprocessing with the start method fork, after a call with threads."""
@@ -353,6 +357,7 @@ LONG_CALLS = {
 }
 
 
+@pytest.mark.slow_beside_fastest
 @pytest.mark.skipif(os.name == "nt", reason="no signals like these here")
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("call", LONG_CALLS.values(), ids=LONG_CALLS)
@@ -362,6 +367,7 @@ def test_interrupt(call, threads, backend, python):
     assert python(code.replace("BACKEND", repr(backend))) == "interrupted True\nTrue"
 
 
+@pytest.mark.slow_beside_fastest
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no interval timers here")
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("call", ["softmax", "masked"])
@@ -391,6 +397,7 @@ except KeyboardInterrupt:
 """)
 
 
+@pytest.mark.slow_beside_fastest
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no interval timers here")
 def test_handler_that_does_not_raise_changes_nothing(compiled, python):
     """A signal in the middle of a call: its handler runs, and the call goes on."""

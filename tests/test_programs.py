@@ -67,6 +67,7 @@ def ended(process):
 # ---- encodings ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_in_an_encoding_without_the_letters(started):
     """G8, as it was filed (seddonym/import-linter#313)."""
     status, output, errors = ended(started(*DEMO, PYTHONIOENCODING="cp1252"))
@@ -137,6 +138,7 @@ TALKING = {"demo": ["-c", QUICK], "bench": [*BENCH, "--help"], "article": ARTICL
            "generate": [*GENERATE, "--help"], "search": [*SEARCH, "--help"]}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("lines", [0, 1])
 @pytest.mark.parametrize("name", TALKING)
@@ -194,6 +196,7 @@ BAD = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name, values in BAD.items() for value in values],
     ids=lambda x: x[:30] or "nothing",

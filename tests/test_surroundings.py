@@ -38,6 +38,7 @@ assert status == 0, status
 """
 
 
+@pytest.mark.slow_beside_fastest
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
 @pytest.mark.parametrize("shape", [(1, 300_000), (1500, 1500)], ids=["decode", "prefill"])
 def test_fork_in_a_handler(shape, compiled, python):

@@ -41,6 +41,7 @@ def test_any_number_of_threads_gives_the_same_bits(threads, compiled, rng):
         assert_same_bits(call(threads), call(1))
 
 
+@pytest.mark.slow_beside_fastest
 def test_sixteen_callers_at_once(compiled, rng):
     """Each gets what it gets alone; QKV_EXT_TEST_SECONDS=60 for a long run."""
     calls = some_calls(rng, compiled)

@@ -50,6 +50,7 @@ def lines(call, arguments):
     yield from (f"{call}({arguments}, {it})  # type: ignore[call-overload]" for it in REFUSED)
 
 
+@pytest.mark.slow
 def test_overloads(tmp_path, monkeypatch):
     snippet = tmp_path / "snippet.py"
     body = [f"    {line}\n" for call in CALLS.items() for line in lines(*call)]
