@@ -227,7 +227,7 @@ def scaled_dot_product_attention(
       finite scores stay finite.  Sums run over tiles of 256 keys.  The largest error is at most
       twice that of the plain formula in float32, with NumPy's matmul or with sums one term after
       the other, whichever is farther, plus four units of rounding of what goes into an entry:
-      Σ w |v| + Σ w |v - output| s, where s = scale Σ |q k| and more is the size of a score's terms.
+      Σ w |v| + Σ w |v - output| s, where s is the size of the terms of w's exponent, score - lse.
     - In the compiled backends a row has the same bits whatever the batch, its place in it, what the
       other rows hold and the number of threads; for other L or S they may be others.
     - float16 and bfloat16 are computed in float32 and rounded once; lse is float32 then.

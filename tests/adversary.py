@@ -194,12 +194,15 @@ class Attention:
 def conditions(arrays, truth, options):
     """How large what is rounded on the way to an entry is, for each array.
 
-    A score s is a sum, and its terms together have the size a >= |s|.  If it is off by a unit of
-    rounding of a, its weight is off by as many units, and so is what the weights make of V:
+    A weight is w = exp(score - lse).  The terms of that difference have the size s together: those of
+    the score, and |lse|.  If it is off by a unit of rounding of s, the weight is off by as many units,
+    and so is what the weights make of V:
 
-        output    sum of w |v| and of w |v - output| a
-        weights   w + w (a + sum of w a)
-        lse       1 + |lse| + sum of w a
+        output    sum of w |v| + sum of w |v - output| s
+        weights   w (1 + s + sum of w s)
+        lse       1 + sum of w s
+
+    The sums run over the keys, and a sink, which has the value 0.
     """
     q, k, v = (x.astype(np.float64) for x in arrays)
     output, weights, lse = truth
@@ -212,18 +215,15 @@ def conditions(arrays, truth, options):
         size += options["alibi_slopes"][:, None, None] * np.abs(distance)
     if getattr(options.get("mask"), "dtype", None) == F32:
         size += np.abs(options["mask"])
+    size += np.abs(lse)[..., None]
     mean = (weights * size).sum(axis=-1, keepdims=True)
+    distances = np.abs(v[:, :, None] - output[:, :, :, None])  # (B, H, L, S, Dv)
+    spread = np.einsum("bhls,bhlsd->bhld", weights * size, distances)
     if "sinks" in options:
-        sinks = np.abs(options["sinks"])[:, None, None]
-        mean += np.maximum(1 - weights.sum(axis=-1, keepdims=True), 0) * sinks
-    spread = np.einsum(
-        "bhls,bhlsd->bhld", weights * size, np.abs(v[:, :, None] - output[:, :, :, None])
-    )
-    return (
-        weights @ np.abs(v) + spread + np.abs(output) * mean,
-        weights * (1 + size + mean),
-        1 + np.abs(lse) + mean[..., 0],  # the denominator is rounded before its logarithm
-    )
+        sinks = np.abs(options["sinks"])[:, None] + np.abs(lse)
+        of_sink = (np.maximum(1 - weights.sum(axis=-1), 0) * sinks)[..., None]
+        mean, spread = mean + of_sink, spread + of_sink * np.abs(output)
+    return weights @ np.abs(v) + spread, weights * (1 + size + mean), 1 + mean[..., 0]
 
 
 class Product:
