@@ -194,9 +194,9 @@ class Attention:
 def conditions(arrays, truth, options):
     """How large what is rounded on the way to an entry is, for each array.
 
-    A weight is w = exp(score - lse).  The terms of that difference have the size s together: those of
-    the score, and |lse|.  If it is off by a unit of rounding of s, the weight is off by as many units,
-    and so is what the weights make of V:
+    A weight is w = exp(score - lse).  The terms of that difference have the size s together: those
+    of the score, and |lse|.  If it is off by a unit of rounding of s, the weight is off by as many
+    units, and so is what the weights make of V:
 
         output    sum of w |v| + sum of w |v - output| s
         weights   w (1 + s + sum of w s)
