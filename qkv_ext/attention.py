@@ -225,9 +225,9 @@ def scaled_dot_product_attention(
       included.  A query that is allowed no key gives output 0, weights 0 and lse -inf.
     - The scale is applied to Q before the product, and the maximum subtracted before exp, so that
       finite scores stay finite.  Sums run over tiles of 256 keys.  The largest error is at most
-      twice that of the plain formula in float32, with NumPy's matmul or with sums one term after
-      the other, whichever is farther, plus four units of rounding of what goes into an entry:
-      Σ w |v| + Σ w |v - output| s, where s is the size of the terms of w's exponent, score - lse.
+      twice that of the plain formula in float32, in the farthest order of its sums, plus four units
+      of rounding of what goes into an entry: Σ w |v| + Σ w |v - output| s, where s is the size of
+      the terms of w's exponent, score - lse.  The README has the rule.
     - In the compiled backends a row has the same bits whatever the batch, its place in it, what the
       other rows hold and the number of threads; for other L or S they may be others.
     - float16 and bfloat16 are computed in float32 and rounded once; lse is float32 then.

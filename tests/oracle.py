@@ -4,7 +4,8 @@
 
 q (..., H, L, D), k (..., Hkv, S, D) and v (..., Hkv, S, Dv) have equal ranks, and heads at axis -3
 from rank 4 on.  Excluded keys are selected, never added; a row without keys is zeros.  Given
-another dtype and other ways to multiply and to add up, it is the plain formula of tolerance.py.
+another dtype and other ways to multiply and to add up, it is the plain formula of tolerance.py;
+fused divides after the product with V, and rounds the product of ALiBi with the sum, once.
 """
 
 import numpy as np
@@ -13,8 +14,9 @@ import numpy as np
 def attention(q, k, v, *, mask=None, causal=False, align="bottom-right", scale=None, window=None,
               softcap=None, alibi_slopes=None, sinks=None, kv_lengths=None, q_lengths=None,
               query_offset=None, key_offset=0, layout="bhld", dtype=np.float64, matmul=np.matmul,
-              add_up=lambda x: x.sum(axis=-1)):  # fmt: skip
+              add_up=lambda x: x.sum(axis=-1), fused=False):  # fmt: skip
     """(output (..., H, L, Dv), weights (..., H, L, S), lse (..., H, L)), all of them in dtype."""
+    wide = np.float64 if fused else dtype
     q, k, v = (x.astype(dtype) for x in (q, k, v))
     if layout == "blhd":
         q, k, v = (x.swapaxes(-3, -2) for x in (q, k, v))
@@ -28,7 +30,7 @@ def attention(q, k, v, *, mask=None, causal=False, align="bottom-right", scale=N
         return np.reshape(x, np.shape(x) + (1,) * (rank - np.ndim(x)))
 
     def per_head(x):  # (H,) or (B, H); below rank 4 H is 1
-        x = np.asarray(x, dtype)
+        x = np.asarray(x, wide)
         x = x if x.ndim == 1 else x.reshape(len(x), *(1,) * (rank - 4), x.shape[1])
         return x[..., None, None] if rank >= 4 else x[..., None]
 
@@ -48,18 +50,20 @@ def attention(q, k, v, *, mask=None, causal=False, align="bottom-right", scale=N
     if softcap is not None:
         scores = dtype(softcap) * np.tanh(scores / dtype(softcap))
     if alibi_slopes is not None:
-        scores = scores - per_head(alibi_slopes) * np.abs(distance).astype(dtype)
+        product = per_head(alibi_slopes) * np.abs(distance).astype(wide)
+        scores = (scores - product).astype(dtype)
     if mask is not None:
         allowed = allowed & (mask if mask.dtype == bool else mask != -np.inf)
         scores = scores if mask.dtype == bool else scores + mask.astype(dtype)
     scores = np.where(allowed, scores, dtype(-np.inf))
     rows = np.broadcast_to(i < len_q, (*lead, length, 1))  # the others are no rows
-    sink = np.where(rows, dtype(-np.inf) if sinks is None else per_head(sinks), dtype(-np.inf))
+    sink = np.where(rows, -np.inf if sinks is None else per_head(sinks), -np.inf).astype(dtype)
     top = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), sink)
     top = np.where(np.isneginf(top), dtype(0), top)  # a row with nothing: exp(-inf - 0) = 0
     terms = np.exp(scores - top)
     total = add_up(terms)[..., None] + np.exp(sink - top)
     lse = np.log(total, out=np.full(total.shape, -np.inf, dtype), where=total > 0) + top
-    weights = terms / np.where(total > 0, total, dtype(1))
-    output = matmul(weights, v)
+    total = np.where(total > 0, total, dtype(1))
+    weights = terms / total
+    output = matmul(terms, v) / total if fused else matmul(weights, v)
     return output.swapaxes(-3, -2) if layout == "blhd" else output, weights, lse[..., 0]

@@ -10,7 +10,8 @@ unit of the dtype is added where an array of float16 or bfloat16 was rounded to 
 
 The size of an entry is the magnitude of what goes into it, see adversary.py: where that is far more
 than the entry, the roundings of the plain formula may cancel by luck.  Ordinary data has no such
-luck, and all tests but those of adversary.py take the truth itself for the size.
+luck: all tests but those of adversary.py take the truth itself for the size, and adversary.py takes
+the plain formula in the orders of the compiled backends, too.
 """
 
 import numpy as np
