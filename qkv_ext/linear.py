@@ -58,7 +58,8 @@ def matmul(
     Compiled backends add up each element in one order, whatever M, N, the position and the number
     of threads: chains of 256 terms from zero, each added to the total.  The same row of a and the
     same b give the same bits.  The largest error is at most twice that of the plain float32
-    product, in the farthest order of its sums, plus four units of rounding of the largest Σ |a| |b|.
+    product, in the farthest order of its sums, plus four units of rounding of the largest
+    Σ |a| |b|.
 
     Examples
     --------
