@@ -21,12 +21,15 @@ static ALWAYS_INLINE vec exp_and_sums(const float *x, float *y, float max, ptrdi
     vec sums[CHAINS], top = v_set1(max), value;
     ptrdiff_t j = 0;
     UNROLL for (int c = 0; c < CHAINS; c++) sums[c] = v_zero();
-    for (; j + CHAINS * VL <= whole; j += CHAINS * VL)
+    for (; j + CHAINS * VL <= whole; j += CHAINS * VL) {
+        vec values[CHAINS]; /* y may be x: the loads of all come before a store */
+        UNROLL for (int c = 0; c < CHAINS; c++)
+            values[c] = v_exp(v_sub(v_load(x + j + c * VL), top));
         UNROLL for (int c = 0; c < CHAINS; c++) {
-            value = v_exp(v_sub(v_load(x + j + c * VL), top));
-            v_store(y + j + c * VL, value);
-            sums[c] = v_add(sums[c], value);
+            v_store(y + j + c * VL, values[c]);
+            sums[c] = v_add(sums[c], values[c]);
         }
+    }
     UNROLL for (int c = 0; c < CHAINS - 1; c++)
         if (j + c * VL < whole) {
             value = v_exp(v_sub(v_load(x + j + c * VL), top));
