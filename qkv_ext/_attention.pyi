@@ -1,10 +1,10 @@
 from qkv_ext._arrays import Array
-from qkv_ext._check import Problem
+from qkv_ext._problem import Problem
 
 BUILD: str
 NO_LIMIT: int
 
-def attention(problem: Problem, isa: int) -> None: ...
+def attention(isa: int, problem: Problem) -> None: ...
 def plain(
-    q: object, k: object, v: object, causal: bool, threads: int, isa: int
+    isa: int, q: object, k: object, v: object, causal: bool, threads: int
 ) -> Array | None: ...

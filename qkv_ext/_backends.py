@@ -11,13 +11,18 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from qkv_ext import _build, _numpy
-from qkv_ext._arrays import shown
+from qkv_ext._arrays import Array, shown
+
+if TYPE_CHECKING:
+    from qkv_ext._check import Checked, Copies
+    from qkv_ext._problem import Problem, Product, Rows
 
 _COMPILED_MODULES = ("_kernels", "_matmul", "_softmax", "_attention")
 _FLOAT64 = np.dtype(np.float64)
@@ -28,7 +33,7 @@ class PerformanceWarning(UserWarning):
 
 
 class Backend(NamedTuple):
-    """One name of ``backends()`` with the functions that compute; they take (problem, isa).
+    """One name of ``backends()`` with the functions that compute, bound to its instruction set.
 
     The plain ones take what the caller gave, for a call without options, and return the output, or
     None where the arrays want a look from _check.py first.
@@ -36,12 +41,12 @@ class Backend(NamedTuple):
 
     name: str
     isa: int  # the place in the compiled kernel table, -1 for NumPy
-    attention: Callable[[Any, int], None]
-    product: Callable[[Any, int], None]
-    softmax: Callable[[Any, int], None]
-    plain_attention: Callable[..., Any]  # (q, k, v, causal, threads, isa)
-    plain_product: Callable[..., Any]  # (a, b, bias, columns of a packed b, rank, threads, isa)
-    plain_softmax: Callable[..., Any]  # (x, threads, isa)
+    attention: Callable[[Problem], None]
+    product: Callable[[Product], None]
+    softmax: Callable[[Rows], None]
+    plain_attention: Callable[..., Any]  # (q, k, v, causal, threads)
+    plain_product: Callable[..., Any]  # (a, b, bias, columns of a packed b, rank, threads)
+    plain_softmax: Callable[..., Any]  # (x, threads)
 
 
 def _flag(name: str) -> bool:
@@ -157,13 +162,13 @@ if _modules:
     for _name in _modules["_kernels"].runnable():
         _TABLE[_name] = Backend(
             _name,
-            COMPILED_IN.index(_name),
-            _modules["_attention"].attention,
-            _modules["_matmul"].product,
-            _modules["_softmax"].softmax,
-            _modules["_attention"].plain,
-            _modules["_matmul"].plain,
-            _modules["_softmax"].plain,
+            _isa := COMPILED_IN.index(_name),
+            partial(_modules["_attention"].attention, _isa),
+            partial(_modules["_matmul"].product, _isa),
+            partial(_modules["_softmax"].softmax, _isa),
+            partial(_modules["_attention"].plain, _isa),
+            partial(_modules["_matmul"].plain, _isa),
+            partial(_modules["_softmax"].plain, _isa),
         )
 
 
@@ -214,7 +219,7 @@ def _levels_to_caller() -> int:
     return level
 
 
-def quickly(name: str | None) -> Backend:
+def default_backend(name: str | None) -> Backend:
     """choose for the plain functions of a backend, which look at the dtype themselves."""
     return DEFAULT if name is None else choose(name, None)
 
@@ -244,3 +249,36 @@ def choose(name: str | None, dtype: np.dtype[Any] | None) -> Backend:
     if dtype is _FLOAT64 and backend.isa >= 0:
         raise TypeError(f"backend {name!r} computes float32; float64 needs backend 'numpy'")
     return backend
+
+
+# ---- a checked call -----------------------------------------------------------------------------
+
+
+def attention(checked: Checked[Problem], backend: str | None) -> Any:
+    problem, arrays, copies = checked
+    choose(backend, problem.q.dtype).attention(problem)
+    return finish(arrays, copies)
+
+
+def product(checked: Checked[Product], backend: str | None) -> Any:
+    problem, arrays, copies = checked
+    choose(backend, problem.a.dtype).product(problem)
+    return finish(arrays, copies)
+
+
+def softmax(checked: Checked[Rows], backend: str | None) -> Any:
+    problem, arrays, copies = checked
+    choose(backend, problem.x.dtype).softmax(problem)
+    return finish(arrays, copies)
+
+
+def finish(arrays: tuple[Array, ...], copies: Copies) -> Any:
+    """What the caller gets: the output, or a tuple (output, weights, lse) of what was asked for.
+
+    Copies fill those that could not be computed in place: an out that overlaps an input, or whose
+    rows are strided, and arrays of float16 or bfloat16 that are computed in float32.
+    """
+    for target, computed in copies:
+        with np.errstate(all="ignore"):
+            target[...] = computed
+    return arrays[0] if len(arrays) == 1 else arrays

@@ -39,6 +39,7 @@ CONTRACT = (
     "_check.py",
     "_packed.py",
     "_pages.py",
+    "_problem.py",
     "_rules.py",
     "_storage.py",
     "_store.py",

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from qkv_ext import _arrays, _backends, _rules
+from qkv_ext import _arrays, _problem, _rules
 from qkv_ext._arrays import (
     BHLD,
     BOTTOM_RIGHT,
@@ -26,64 +26,15 @@ from qkv_ext._arrays import (
     shown,
 )
 from qkv_ext._packed import PackedWeight
-from qkv_ext._rules import CAUSAL, PLAIN, Rules
+from qkv_ext._problem import CAUSAL, PLAIN, Problem, Product, Rows
 from qkv_ext._store import Pages
 from qkv_ext._threads import threads_of
-
-
-class Problem(NamedTuple):
-    """One attention call.  Leading axes broadcast; every array has the rank of out, at least 4."""
-
-    q: Array  # (..., H, L, D); float32, float64, float16 or bfloat16, as k, v and out
-    k: Array  # (..., Hkv, S, D)
-    v: Array  # (..., Hkv, S, Dv)
-    mask: Array | None  # bool, or the dtype of computation; broadcasts to (..., H, L, S)
-    scale: float
-    shift: int  # of every item, where rules.spans has none
-    rules: Rules
-    out: Array  # (..., H, L, Dv)
-    weights: Array | None  # (..., H, L, S), in the dtype of computation
-    lse: Array | None  # (..., H, L), in the dtype of computation
-    threads: int
-    pages: Pages | None = None  # of a KVCache, in whose place k and v have only their shapes
-
-
-class Product(NamedTuple):
-    """One product out = a b + bias; leading axes broadcast.  Where b is packed, a is (M, K)."""
-
-    a: Array  # (..., M, K)
-    b: Array  # (..., K, N), or panels (P, K, 64)
-    packed: bool
-    bias: Array | None  # (N,)
-    out: Array  # (..., M, N)
-    threads: int
-
-
-class Rows(NamedTuple):
-    """Rows to be softmaxed: x (..., n) into out of the same shape."""
-
-    x: Array
-    out: Array
-    threads: int
-
 
 T = TypeVar("T")
 #: Copies to be made after the computation: (to, from).
 Copies: TypeAlias = tuple[tuple[Array, Array], ...]
-#: What a check hands on: the backend, the problem for it, and what ``deliver`` takes.
-Checked: TypeAlias = tuple[_backends.Backend, T, tuple[Array, ...], Copies]
-
-
-def deliver(arrays: tuple[Array, ...], copies: Copies) -> Any:
-    """What the caller gets: the output, or a tuple (output, weights, lse) of what was asked for.
-
-    Copies fill those that could not be computed in place: an out that overlaps an input, or whose
-    rows are strided, and arrays of float16 or bfloat16 that are computed in float32.
-    """
-    for target, computed in copies:
-        with np.errstate(all="ignore"):
-            target[...] = computed
-    return arrays[0] if len(arrays) == 1 else arrays
+#: What a check hands on: the problem, what the caller gets, and the copies that fill it.
+Checked: TypeAlias = tuple[T, tuple[Array, ...], Copies]
 
 
 # ---- attention ----------------------------------------------------------------------------------
@@ -150,7 +101,6 @@ def attention(
     return_lse: Any,
     out: Any,
     threads: Any,
-    backend: Any,
     given: tuple[Array, ...] | None = None,
     pages: Pages | None = None,
     packed: bool = False,
@@ -180,7 +130,6 @@ def attention(
         if not q.ndim == k.ndim == v.ndim:
             raise ValueError(f"{_shapes(given or (q, k, v))}; expected equal ranks")
     dtype, rank, given = q.dtype, q.ndim, given or (q, k, v)
-    chosen = _backends.choose(backend, dtype)
 
     # q (..., H, L, D), k (..., Hkv, S, D), v (..., Hkv, S, Dv)
     blhd = layout is not BHLD and _arrays.is_blhd(layout)
@@ -269,7 +218,7 @@ def attention(
         lse = np.empty((*lead, h, length), compute)
         arrays = (*arrays, lse if rank > 3 else lse[_HEADLESS[rank]])
     fields = (q, k, v, mask, scale, shift, rules, target, weights, lse, count, pages)
-    return chosen, tuple.__new__(Problem, fields), arrays, copies  # Problem(...) in half the time
+    return tuple.__new__(Problem, fields), arrays, copies  # Problem(...) in half the time
 
 
 def _later(lengths: bool) -> tuple[Later | None, Later | None]:
@@ -284,10 +233,10 @@ def copy_rows(
 
     layout is that of the caller's arrays, or "packed" for (T, H, D).
     """
-    columns = (_rules.Q_START, _rules.Q_LENGTH), (_rules.K_START, _rules.K_LENGTH)
+    columns = (_problem.Q_START, _problem.Q_LENGTH), (_problem.K_START, _problem.K_LENGTH)
     for copies, (start, length) in zip(later, columns, strict=True):
         if copies:
-            rows = map(tuple, spans[:, [_rules.ITEM, start, length]].tolist())
+            rows = map(tuple, spans[:, [_problem.ITEM, start, length]].tolist())
             by_head = [(_by_head(to, layout), _by_head(of, layout)) for to, of in copies]
             _arrays.copy_rows(by_head, lead, rows)
 
@@ -321,7 +270,6 @@ def varlen(
     return_lse: Any,
     out: Any,
     threads: Any,
-    backend: Any,
 ) -> Checked[Problem]:
     """Check a call of varlen_attention: one item, whose spans are the sequences."""
     later = of_q, of_kv = _later(kv_lengths is not None)
@@ -337,10 +285,10 @@ def varlen(
         )
     if out is not None:
         _arrays.target(out, (*q.shape[:2], v.shape[2]), q.dtype)
-    chosen, problem, arrays, copies = attention(
+    problem, arrays, copies = attention(
         q[None], k[None], v[None], None, causal, align, scale, window, softcap, None, sinks,
         None, None, None, 0, "blhd", False, False, None if out is None else out[None], threads,
-        backend, given, packed=True,
+        given, packed=True,
     )  # fmt: skip
     spans = _rules.packed_spans(align, cu_q, cu_k, kv_lengths)
     _feasible(given, _rules.pairs(spans), q.shape[1] * (q.shape[2] + v.shape[2]))
@@ -355,7 +303,7 @@ def varlen(
     if _arrays.switch(return_lse, "return_lse"):
         arrays = (*arrays, np.empty(q.shape[:2], compute))
         problem = problem._replace(lse=arrays[1].T[None])
-    return chosen, problem._replace(rules=rules), arrays, copies
+    return problem._replace(rules=rules), arrays, copies
 
 
 # ---- matmul and its kin --------------------------------------------------------------------------
@@ -380,11 +328,10 @@ def _computed(x: Array) -> Array:
     return x if x.dtype == compute else _arrays.converted(x, compute)
 
 
-def matmul(a: Any, b: Any, out: Any, threads: Any, backend: Any) -> Checked[Product]:
+def matmul(a: Any, b: Any, out: Any, threads: Any) -> Checked[Product]:
     """Check a call of matmul."""
     a, b = operand(a, "a", 2), operand(b, "b", 2)
     same_dtype(a=a, b=b)
-    chosen = _backends.choose(backend, a.dtype)
     given = f"a and b have shapes {a.shape} and {b.shape}"
     if a.shape[-1] != b.shape[-2]:
         hint = transposed("b.T") if b.ndim == 2 and a.shape[-1] == b.shape[-1] else ""
@@ -403,17 +350,16 @@ def matmul(a: Any, b: Any, out: Any, threads: Any, backend: Any) -> Checked[Prod
         rows = math.prod(shape[:-1])  # a stack against one matrix is one product
         a, target = a.reshape(rows, a.shape[-1]), target.reshape(rows, shape[-1])
     problem = Product(a, b, False, None, target, threads_of(threads))
-    return chosen, problem, (output,), copies
+    return problem, (output,), copies
 
 
-def linear(x: Any, w: Any, b: Any, out: Any, threads: Any, backend: Any) -> Checked[Product]:
+def linear(x: Any, w: Any, b: Any, out: Any, threads: Any) -> Checked[Product]:
     """Check a call of linear_projection."""
     x = operand(x, "x", 1)
     packed = isinstance(w, PackedWeight)
     if not packed:
         w = matrix(w, "w")
     same_dtype(x=x, w=w)
-    chosen = _backends.choose(backend, x.dtype)
     d_in, d_out = w.shape
     if x.shape[-1] != d_in:
         hint = transposed(turned(w, "w")) if x.shape[-1] == d_out else ""
@@ -438,7 +384,7 @@ def linear(x: Any, w: Any, b: Any, out: Any, threads: Any, backend: Any) -> Chec
     b = None if b is None else _computed(b)
     x = _computed(x).reshape(rows, d_in)
     problem = Product(x, _computed(weight), packed, b, flat, threads_of(threads))
-    return chosen, problem, (output,), copies
+    return problem, (output,), copies
 
 
 def matrix(w: Any, name: str) -> Array:
@@ -459,7 +405,7 @@ def turned(w: Any, name: str) -> str:
     return f"pack_weight({name}.T)" if isinstance(w, PackedWeight) else f"{name}.T"
 
 
-def softmax(x: Any, axis: Any, out: Any, threads: Any, backend: Any) -> Checked[Rows]:
+def softmax(x: Any, axis: Any, out: Any, threads: Any) -> Checked[Rows]:
     """Check a call of softmax."""
     x = operand(x, "x", 0)
     if x.ndim == 0:
@@ -469,7 +415,6 @@ def softmax(x: Any, axis: Any, out: Any, threads: Any, backend: Any) -> Checked[
     axis = int(axis)
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"axis is {shown(axis)}; expected one of the {x.ndim} axes of x {x.shape}")
-    chosen = _backends.choose(backend, x.dtype)
     output, target, copies = _result(out, x.shape, x.dtype, x)
     x = np.moveaxis(_computed(x), axis, -1)
     rows = np.ascontiguousarray(x)
@@ -477,4 +422,4 @@ def softmax(x: Any, axis: Any, out: Any, threads: Any, backend: Any) -> Checked[
     if not target.flags.c_contiguous:
         target = np.empty(rows.shape, rows.dtype)
         copies = ((output, np.moveaxis(target, -1, axis)),)
-    return chosen, Rows(rows, target, threads_of(threads)), (output,), copies
+    return Rows(rows, target, threads_of(threads)), (output,), copies

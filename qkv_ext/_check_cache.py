@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from qkv_ext import _arrays, _check, _rules
+from qkv_ext import _arrays, _check, _problem, _rules
 from qkv_ext._arrays import (
     BHLD,
     FLOAT32,
@@ -22,8 +22,9 @@ from qkv_ext._arrays import (
     same_dtype,
     shown,
 )
-from qkv_ext._check import Checked, Problem
+from qkv_ext._check import Checked
 from qkv_ext._pages import TILE, Layout
+from qkv_ext._problem import Problem
 from qkv_ext._storage import ENTRIES
 from qkv_ext._store import Store
 
@@ -159,7 +160,6 @@ def attention(
     return_lse: Any = False,
     out: Any = None,
     threads: Any = None,
-    backend: Any = None,
 ) -> Checked[Problem]:
     """Check a call of KVCache.attend; see scaled_dot_product_attention for the arguments."""
     own, lengths, pages = store.layout, store.lengths, store.pages()
@@ -183,16 +183,16 @@ def attention(
     rows, steps = ((s, heads) if blhd else (heads, s)), (0, 0, 0, row.itemsize)
     k: Array = np.ndarray((count, *rows, own.head_dim), q.dtype, row, 0, steps)
     v: Array = np.ndarray((count, *rows, own.v_dim), q.dtype, row, 0, steps)
-    chosen, problem, arrays, copies = _check.attention(
+    problem, arrays, copies = _check.attention(
         q, k, v, mask, causal, align, scale, window, softcap, alibi_slopes, sinks, kv_lengths,
         q_lengths, query_offset, key_offset, layout, return_weights, return_lse, out, threads,
-        backend, None, pages,
+        None, pages,
     )  # fmt: skip
     if later:
         _check.copy_rows((later, None), layout, (count,), problem.rules.spans)
     if any(store.dropped):
         _kept(problem, store)
-    return chosen, problem, arrays, copies
+    return problem, arrays, copies
 
 
 def _kept(problem: Problem, store: Store) -> None:
@@ -206,8 +206,8 @@ def _kept(problem: Problem, store: Store) -> None:
         rows, there, shift = problem.out.shape[-2], length, problem.shift
         if rules.spans is not None:
             span = rules.spans[b].tolist()
-            rows, there = span[_rules.Q_LENGTH], span[_rules.K_LENGTH]
-            shift = span[_rules.SHIFT]
+            rows, there = span[_problem.Q_LENGTH], span[_problem.K_LENGTH]
+            shift = span[_problem.SHIFT]
         row = max(0, -(shift + rules.right))
         first = max(0, row + shift - rules.left)
         if row < rows and first < min(gone, there):

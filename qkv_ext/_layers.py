@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv_ext import _arrays, _check, _rules
+from qkv_ext import _arrays, _check, _problem, _rules
 from qkv_ext._arrays import FLOAT64, Array, operand, same_dtype, shown
 from qkv_ext._packed import PackedWeight
 from qkv_ext._unknown import PROJECTION, refuse
@@ -259,7 +259,7 @@ def projected_call(
         for option, least, most in (
             ("q_lengths", 0, x.shape[-2]),
             ("kv_lengths", 0, k.shape[-2]),
-            ("query_offset", -_rules.OPEN, _rules.OPEN),
+            ("query_offset", -_problem.OPEN, _problem.OPEN),
         ):
             if options.get(option) is not None:
                 number = _rules.integers(options[option], option, None, least, most)
@@ -306,9 +306,9 @@ def positions(
     if spans is None:
         queries, keys = i + shift + key_offset, j + key_offset
     else:
-        offset = spans[:, _rules.SHIFT, None] + key_offset
-        queries = np.where(i < spans[:, _rules.Q_LENGTH, None], i + offset, 0)
-        keys = np.where(j < spans[:, _rules.K_LENGTH].max(initial=0), j + key_offset, 0)
+        offset = spans[:, _problem.SHIFT, None] + key_offset
+        queries = np.where(i < spans[:, _problem.Q_LENGTH, None], i + offset, 0)
+        keys = np.where(j < spans[:, _problem.K_LENGTH].max(initial=0), j + key_offset, 0)
     _covered(rows, queries, keys)
     return queries, keys
 
@@ -340,7 +340,7 @@ def cached_positions(
     )  # fmt: skip
     assert spans is not None
     i, taken = np.arange(length), np.array(counts, np.int64).reshape(-1, 1)
-    queries = i + spans[:, _rules.SHIFT, None] + key_offset
+    queries = i + spans[:, _problem.SHIFT, None] + key_offset
     keys = i + np.array(before, np.int64).reshape(-1, 1) + key_offset
     queries, keys = np.where(i < taken, queries, 0), np.where(i < taken, keys, 0)
     _covered(rows, queries, keys)

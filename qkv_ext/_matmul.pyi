@@ -1,10 +1,10 @@
 from qkv_ext._arrays import Array
-from qkv_ext._check import Product
+from qkv_ext._problem import Product
 
 BUILD: str
 MOST_AXES: int
 
-def product(problem: Product, isa: int) -> None: ...
+def product(isa: int, problem: Product) -> None: ...
 def plain(
-    a: object, b: object, bias: object, columns: int, least: int, threads: int, isa: int
+    isa: int, a: object, b: object, bias: object, columns: int, least: int, threads: int
 ) -> Array | None: ...

@@ -20,7 +20,7 @@ from qkv_ext._arrays import FLOAT32, Array, converted
 from qkv_ext._blas import held_to_threads
 
 if TYPE_CHECKING:
-    from qkv_ext._check import Problem, Product, Rows
+    from qkv_ext._problem import Problem, Product, Rows
 
 CHUNK = 1 << 20  #: scores held at a time
 LARGE = 1 << 16  #: weights and values of a head that is worth a look of its own
@@ -30,7 +30,7 @@ PIECE = 1 << 31  #: multiplications left to BLAS at a time
 
 
 @held_to_threads
-def attention(problem: Problem, isa: int = -1) -> None:
+def attention(problem: Problem) -> None:
     """Write problem.out, and weights and lse where the problem has them."""
     with np.errstate(all="ignore"):  # NaN, inf and underflow are results here, not accidents
         for part in _items(problem):
@@ -285,7 +285,7 @@ def _plain_row(weights: Array, v: Array, allowed: Any) -> Array:
 
 
 @held_to_threads
-def product(problem: Product, isa: int = -1) -> None:
+def product(problem: Product) -> None:
     """out = a b + bias, where b is a matrix or panels (P, K, 64) of packed columns."""
     a, b, out = problem.a, problem.b, problem.out
     with np.errstate(all="ignore"):
@@ -329,7 +329,7 @@ def _pieces(m: int, n: int, cost: int) -> Iterator[tuple[slice, slice]]:
         yield slice(i, min(m, i + rows)), slice(j, min(n, j + columns))
 
 
-def softmax(problem: Rows, isa: int = -1) -> None:
+def softmax(problem: Rows) -> None:
     """out = exp(x - max) / sum over the last axis."""
     if problem.x.size == 0:
         return

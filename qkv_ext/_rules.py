@@ -1,41 +1,29 @@
-"""The rules that say which keys a query may see, and what else goes into the softmax, checked.
-
-Query i stands at position i + offset on the axis of the keys, key j at j + key_offset.  Everything
-that depends on the two is brought to one number per batch item, shift = offset - key_offset: query
-i sees the keys of the array with
-
-    i + shift - left  <=  j  <=  i + shift + right
-"""
+"""The rules that say which keys a query may see, and what else goes into the softmax, checked."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from qkv_ext import _arrays
 from qkv_ext._arrays import Array, shown
+from qkv_ext._problem import (
+    CAUSAL,
+    COLUMNS,
+    ITEM,
+    K_LENGTH,
+    K_START,
+    OPEN,
+    PLAIN,
+    Q_LENGTH,
+    Q_ROOM,
+    Q_START,
+    SHIFT,
+    Rules,
+)
 
-OPEN = 1 << 60  #: a window side, or an offset, beyond which nothing lies
 MOST_HEADS = 1 << 20
-
-
-class Rules(NamedTuple):
-    """What a score obeys beyond scale and mask; the same for every call that gives no option."""
-
-    left: int = OPEN
-    right: int = OPEN
-    softcap: float = 0.0  # 0 is off
-    slopes: Array | None = None  # float32 or float64, (items, H) or (1, H), items as in spans
-    sinks: Array | None = None  # (H,)
-    spans: Array | None = None  # int64 (items, 7), columns as below
-
-
-PLAIN = Rules()
-CAUSAL = Rules(right=0)
-#: Columns of Rules.spans: whose arrays, the rows of q that are there and those that are the item's
-#: own, the rows of k and v that are there, and the shift.
-ITEM, Q_START, Q_LENGTH, Q_ROOM, K_START, K_LENGTH, SHIFT = range(7)
 
 
 def integer_array(value: Any, name: str, expected: str = "integers") -> Array:
@@ -160,7 +148,7 @@ def spans(
             return (s - length if align == "bottom-right" else 0) - key, None
         return offset(query_offset, "query_offset") - key, None
     count = 1 if batch is None else batch
-    table = np.zeros((count, 7), np.int64)
+    table = np.zeros((count, COLUMNS), np.int64)
     table[:, Q_LENGTH] = table[:, Q_ROOM] = length
     table[:, K_LENGTH] = s
     if q_lengths is not None:
@@ -203,7 +191,7 @@ def cumulative(value: Any, name: str, total: int) -> Array:
 def packed_spans(align: str, cu_q: Array, cu_k: Array, kv_lengths: Any) -> Array:
     """The spans of the sequences of a packed batch; kv_lengths are at most each sequence's own."""
     count = len(cu_q) - 1
-    table = np.zeros((count, 7), np.int64)
+    table = np.zeros((count, COLUMNS), np.int64)
     table[:, Q_START], table[:, Q_LENGTH] = cu_q[:-1], np.diff(cu_q)
     table[:, Q_ROOM] = table[:, Q_LENGTH]
     table[:, K_START], table[:, K_LENGTH] = cu_k[:-1], np.diff(cu_k)

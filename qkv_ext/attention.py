@@ -8,8 +8,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv_ext import _check, _rules
-from qkv_ext._backends import quickly
+from qkv_ext import _backends, _check, _rules
 from qkv_ext._threads import threads_of
 from qkv_ext._unknown import named_options, refuse
 
@@ -270,17 +269,15 @@ def scaled_dot_product_attention(
         and (align is _ALIGN or (type(align) is str and align == _ALIGN))
         and (layout is _LAYOUT or (type(layout) is str and layout == _LAYOUT))
     ):  # most calls: their arrays can often be taken as they are
-        chosen = quickly(backend)
-        output = chosen.plain_attention(q, k, v, causal, threads_of(threads), chosen.isa)
+        chosen = _backends.default_backend(backend)
+        output = chosen.plain_attention(q, k, v, causal, threads_of(threads))
         if output is not None:
             return output
-    chosen, problem, arrays, copies = _check.attention(
+    checked = _check.attention(
         q, k, v, mask, causal, align, scale, window, softcap, alibi_slopes, sinks, kv_lengths,
         q_lengths, query_offset, key_offset, layout, return_weights, return_lse, out, threads,
-        backend,
     )  # fmt: skip
-    chosen.attention(problem, chosen.isa)
-    return _check.deliver(arrays, copies)
+    return _backends.attention(checked, backend)
 
 
 @overload
@@ -389,12 +386,11 @@ def varlen_attention(
     if unknown:
         known = (*VarlenOptions.__annotations__, "return_lse")
         raise refuse(unknown, "varlen_attention", known)
-    chosen, problem, arrays, copies = _check.varlen(
+    checked = _check.varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, causal, align, scale, window, softcap, alibi_slopes,
-        sinks, kv_lengths, return_lse, out, threads, backend,
+        sinks, kv_lengths, return_lse, out, threads,
     )  # fmt: skip
-    chosen.attention(problem, chosen.isa)
-    return _check.deliver(arrays, copies)
+    return _backends.attention(checked, backend)
 
 
 def alibi_slopes(num_heads: int) -> Array:

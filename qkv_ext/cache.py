@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, Unpack, overload
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from qkv_ext import _check, _check_cache, _copies
+from qkv_ext import _backends, _check_cache, _copies
 from qkv_ext._store import Store
 from qkv_ext._unknown import named_options, refuse
 from qkv_ext.attention import _EXTRAS, Options
@@ -337,14 +337,13 @@ class KVCache:
             return self._attend(
                 q, mask, causal, align, scale, window, softcap, alibi_slopes, sinks, kv_lengths,
                 q_lengths, query_offset, key_offset, layout, return_weights, return_lse, out,
-                threads, backend,
+                threads, backend=backend,
             )  # fmt: skip
 
-    def _attend(self, *arguments: Any, **options: Any) -> Any:
+    def _attend(self, *arguments: Any, backend: str | None = None, **options: Any) -> Any:
         """Under the lock."""
-        chosen, problem, arrays, copies = _check_cache.attention(self._store, *arguments, **options)
-        chosen.attention(problem, chosen.isa)
-        return _check.deliver(arrays, copies)
+        checked = _check_cache.attention(self._store, *arguments, **options)
+        return _backends.attention(checked, backend)
 
     # ---- what is there --------------------------------------------------------------------------
 

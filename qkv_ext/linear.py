@@ -6,9 +6,8 @@ from typing import Any, cast
 
 from numpy.typing import ArrayLike, NDArray
 
-from qkv_ext import _check
+from qkv_ext import _backends, _check
 from qkv_ext._arrays import FLOAT32
-from qkv_ext._backends import quickly
 from qkv_ext._packed import PackedWeight
 from qkv_ext._threads import threads_of
 
@@ -74,13 +73,11 @@ def matmul(
     Multiplication", ACM TOMS 34 (2008).
     """
     if out is None:  # most arrays can be taken as they are
-        chosen = quickly(backend)
-        plain = chosen.plain_product(a, b, None, 0, 2, threads_of(threads), chosen.isa)
+        chosen = _backends.default_backend(backend)
+        plain = chosen.plain_product(a, b, None, 0, 2, threads_of(threads))
         if plain is not None:
             return cast(Array, plain)
-    chosen, problem, arrays, copies = _check.matmul(a, b, out, threads, backend)
-    chosen.product(problem, chosen.isa)
-    output: Array = _check.deliver(arrays, copies)
+    output: Array = _backends.product(_check.matmul(a, b, out, threads), backend)
     return output
 
 
@@ -133,16 +130,14 @@ def linear_projection(
     (4, 3)
     """
     if out is None:  # most arrays can be taken as they are
-        chosen = quickly(backend)
+        chosen = _backends.default_backend(backend)
         matrix, columns = w, 0
         if isinstance(w, PackedWeight) and w.dtype is FLOAT32:
             matrix, columns = w.panels, w.shape[1]
-        plain = chosen.plain_product(x, matrix, b, columns, 1, threads_of(threads), chosen.isa)
+        plain = chosen.plain_product(x, matrix, b, columns, 1, threads_of(threads))
         if plain is not None:
             return cast(Array, plain)
-    chosen, problem, arrays, copies = _check.linear(x, w, b, out, threads, backend)
-    chosen.product(problem, chosen.isa)
-    output: Array = _check.deliver(arrays, copies)
+    output: Array = _backends.product(_check.linear(x, w, b, out, threads), backend)
     return output
 
 
@@ -221,11 +216,9 @@ def softmax(
     array([0.5, 0.5], dtype=float32)
     """
     if out is None and type(axis) is int and axis == -1:
-        chosen = quickly(backend)
-        plain = chosen.plain_softmax(x, threads_of(threads), chosen.isa)
+        chosen = _backends.default_backend(backend)
+        plain = chosen.plain_softmax(x, threads_of(threads))
         if plain is not None:
             return cast(Array, plain)
-    chosen, problem, arrays, copies = _check.softmax(x, axis, out, threads, backend)
-    chosen.softmax(problem, chosen.isa)
-    output: Array = _check.deliver(arrays, copies)
+    output: Array = _backends.softmax(_check.softmax(x, axis, out, threads), backend)
     return output

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv_ext import _arrays, _backends, _rules
+from qkv_ext import _arrays, _backends, _problem, _rules
 from qkv_ext._arrays import array_of, cast_to
 from qkv_ext._threads import threads_of
 from qkv_ext.attention import Options, scaled_dot_product_attention
@@ -329,7 +329,7 @@ def reference_ops(*, threads: int | None = None, backend: str | None = None) -> 
     return [Attention, RotaryEmbedding]
 
 
-def _attribute(value: Any, name: str, least: int = 0, most: int = _rules.OPEN) -> int:
+def _attribute(value: Any, name: str, least: int = 0, most: int = _problem.OPEN) -> int:
     """An integer within bounds; Python's bools are 0 and 1."""
     if isinstance(value, (bool, np.bool_)):
         value = int(value)

@@ -18,10 +18,10 @@ from typing import Any, Literal, Never, Unpack
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv_ext import _arrays, _check, _layers, _rules
+from qkv_ext import _arrays, _backends, _check, _layers, _problem
 from qkv_ext._blas import held_to_threads
-from qkv_ext._check import Problem
 from qkv_ext._layers import Projections
+from qkv_ext._problem import Problem
 from qkv_ext._unknown import named_options, refuse
 from qkv_ext.attention import Options
 from qkv_ext.projected import Weight, project_kv, ready, together
@@ -119,11 +119,11 @@ def trace(
         raise refuse(unknown, "trace", (*Options.__annotations__, "layout"))
     # as a whole, rows past the lengths too: they are shown
     q, k, v = _arrays.operand(q, "q", 2), _arrays.operand(k, "k", 2), _arrays.operand(v, "v", 2)
-    _, problem, arrays, copies = _check.attention(
+    problem, arrays, copies = _check.attention(
         q, k, v, mask, causal, align, scale, window, softcap, alibi_slopes, sinks, kv_lengths,
         q_lengths, query_offset, key_offset, layout, True, True, out, threads,
-        "numpy" if backend is None else backend,
     )  # fmt: skip
+    _backends.choose("numpy" if backend is None else backend, problem.q.dtype)
     rank = arrays[0].ndim
 
     def as_given(x: Array, rows: bool = False) -> Array:
@@ -135,7 +135,7 @@ def trace(
     with np.errstate(all="ignore"):  # NaN, inf and underflow are results here, not accidents
         steps = _steps(problem)
     given = {"Q": problem.q, "K": problem.k, "V": problem.v}
-    output, weights, lse = _check.deliver(arrays, copies)
+    output, weights, lse = _backends.finish(arrays, copies)
     return (
         {name: as_given(x, rows=True) for name, x in given.items()}
         | {name: as_given(x) for name, x in steps.items()}
@@ -207,7 +207,7 @@ def _column(problem: Problem, name: int, otherwise: int) -> Any:
 def _is_row(problem: Problem) -> Any:
     """(..., 1, L, 1) bool: whether a query is there, and no padding."""
     length = problem.out.shape[-2]
-    return np.arange(length)[:, None] < _column(problem, _rules.Q_LENGTH, length)
+    return np.arange(length)[:, None] < _column(problem, _problem.Q_LENGTH, length)
 
 
 def _order(problem: Problem) -> tuple[Array, Array]:
@@ -217,8 +217,8 @@ def _order(problem: Problem) -> tuple[Array, Array]:
     """
     s = problem.k.shape[-2]
     i, j = np.arange(problem.out.shape[-2])[:, None], np.arange(s)
-    distance = i + _column(problem, _rules.SHIFT, problem.shift) - j
-    there = _is_row(problem) & (j < _column(problem, _rules.K_LENGTH, s))
+    distance = i + _column(problem, _problem.SHIFT, problem.shift) - j
+    there = _is_row(problem) & (j < _column(problem, _problem.K_LENGTH, s))
     within = (distance <= problem.rules.left) & (-distance <= problem.rules.right)
     return there & within, distance
 

@@ -44,7 +44,7 @@ import sys
 
 import numpy
 
-from qkv_ext._rules import OPEN as NO_LIMIT
+from qkv_ext._problem import OPEN as NO_LIMIT
 
 include "build.pxi"
 
@@ -349,7 +349,7 @@ cdef void describe(Call *call, const Views *x) noexcept nogil:
         item.L = item.room = rows
         item.S = call.S
         if x.spans.buf != NULL:
-            span = <const int64_t *> x.spans.buf + 7 * n  # the columns of _rules.py
+            span = <const int64_t *> x.spans.buf + 7 * n  # the columns of _problem.py
             owner, item.L, item.room, item.S = span[0], span[2], span[3], span[5]
             item.shift = span[6]
         item.q = part_of(&x.q, &x.out, owner)
@@ -431,7 +431,7 @@ cdef void let_go(Views *x) noexcept:
     PyBuffer_Release(&x.first)
 
 
-def attention(problem, int isa):
+def attention(int isa, problem):
     """Write problem.out, and weights and lse where the problem has them."""
     cdef qkv_float_mode found = qkv_enter_float_mode()
     try:

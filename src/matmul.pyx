@@ -183,7 +183,7 @@ cdef int run(Call *call, Py_ssize_t items, int threads) except -1:
     return 0
 
 
-def product(problem, int isa):
+def product(int isa, problem):
     """Write problem.out = a b + bias."""
     cdef Call call
     cdef Py_buffer bias_view
@@ -243,7 +243,7 @@ cdef void as_matrix(const Py_buffer *x, Py_ssize_t rows, Py_ssize_t columns, Mat
     flat.shape, flat.strides = m.shape, m.strides
 
 
-def plain(a, b, bias, Py_ssize_t columns, int least, int threads, int isa):
+def plain(int isa, a, b, bias, Py_ssize_t columns, int least, int threads):
     """a b + bias where the arrays can be taken as they are, else None.
 
     columns is N where b is panels, else 0; least is the rank that a has to have.

@@ -92,7 +92,7 @@ cdef int run(Call *call, const Py_buffer *x, const Py_buffer *out, int threads, 
     return 0
 
 
-def softmax(problem, int isa):
+def softmax(int isa, problem):
     """Write problem.out, the softmax of the rows of problem.x; both are contiguous."""
     cdef Call call
     cdef Py_buffer x, out
@@ -111,7 +111,7 @@ def softmax(problem, int isa):
         qkv_leave_float_mode(found)
 
 
-def plain(array, int threads, int isa):
+def plain(int isa, array, int threads):
     """The softmax over the last axis where the array can be taken as it is, else None."""
     cdef Call call
     cdef Py_buffer x, out

@@ -40,14 +40,14 @@ class Count:
         self.kernels = 0  # uses of compiled code so far
         for name in COMPILED:
             backend = _backends._TABLE[name]
-            counted = {x: self.counting(getattr(backend, x)) for x in backend._fields[2:]}
+            counted = {x: self.counting(x, getattr(backend, x)) for x in backend._fields[2:]}
             _backends._TABLE[name] = backend._replace(**counted)
         _backends.DEFAULT = _backends._TABLE[_backends.DEFAULT.name]
 
-    def counting(self, function):
+    def counting(self, name, function):
         def counted(*arguments):
             result = function(*arguments)
-            short = function.__name__ == "plain"  # which says by None that it is not for it
+            short = name.startswith("plain")  # which says by None that it is not for it
             self.kernels += not short or result is not None
             return result
 

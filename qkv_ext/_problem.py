@@ -1,0 +1,77 @@
+"""What a checked call is, as data: made by _check.py once, then only read, by every backend.
+
+Nothing of the package is imported here, so that checks and backends know each other by this alone.
+
+Query i stands at position i + offset on the axis of the keys, key j at j + key_offset.  Everything
+that depends on the two is brought to one number per batch item, shift = offset - key_offset: query
+i sees the keys of the array with
+
+    i + shift - left  <=  j  <=  i + shift + right
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from qkv_ext._store import Pages
+
+Array: TypeAlias = NDArray[Any]
+OPEN = 1 << 60  #: a window side, or an offset, beyond which nothing lies
+
+
+class Rules(NamedTuple):
+    """What a score obeys beyond scale and mask; the same for every call that gives no option."""
+
+    left: int = OPEN
+    right: int = OPEN
+    softcap: float = 0.0  # 0 is off
+    slopes: Array | None = None  # float32 or float64, (items, H) or (1, H), items as in spans
+    sinks: Array | None = None  # (H,)
+    spans: Array | None = None  # int64 (items, COLUMNS), as below
+
+
+PLAIN = Rules()
+CAUSAL = Rules(right=0)
+#: Columns of Rules.spans: whose arrays, the rows of q that are there and those that are the item's
+#: own, the rows of k and v that are there, and the shift.
+ITEM, Q_START, Q_LENGTH, Q_ROOM, K_START, K_LENGTH, SHIFT = range(7)
+COLUMNS = 7
+
+
+class Problem(NamedTuple):
+    """One attention call.  Leading axes broadcast; every array has the rank of out, at least 4."""
+
+    q: Array  # (..., H, L, D); float32, float64, float16 or bfloat16, as k, v and out
+    k: Array  # (..., Hkv, S, D)
+    v: Array  # (..., Hkv, S, Dv)
+    mask: Array | None  # bool, or the dtype of computation; broadcasts to (..., H, L, S)
+    scale: float
+    shift: int  # of every item, where rules.spans has none
+    rules: Rules
+    out: Array  # (..., H, L, Dv)
+    weights: Array | None  # (..., H, L, S), in the dtype of computation
+    lse: Array | None  # (..., H, L), in the dtype of computation
+    threads: int
+    pages: Pages | None = None  # of a KVCache, in whose place k and v have only their shapes
+
+
+class Product(NamedTuple):
+    """One product out = a b + bias; leading axes broadcast.  Where b is packed, a is (M, K)."""
+
+    a: Array  # (..., M, K)
+    b: Array  # (..., K, N), or panels (P, K, 64)
+    packed: bool
+    bias: Array | None  # (N,)
+    out: Array  # (..., M, N)
+    threads: int
+
+
+class Rows(NamedTuple):
+    """Rows to be softmaxed: x (..., n) into out of the same shape."""
+
+    x: Array
+    out: Array
+    threads: int

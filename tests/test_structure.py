@@ -1,0 +1,46 @@
+"""How the modules of the package know each other."""
+
+import ast
+
+from conftest import ROOT
+
+PACKAGE = ROOT / "qkv_ext"
+
+
+def imports(path):
+    """The modules of the package that one imports, wherever in it, but not for types alone."""
+    found, types_alone = set(), set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            types_alone |= {id(inner) for inner in ast.walk(node)}
+        if id(node) in types_alone:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module:
+            package, _, module = node.module.partition(".")
+            if package == "qkv_ext":
+                found |= {module} if module else {name.name for name in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {
+                name.name.partition(".")[2]
+                for name in node.names
+                if name.name.startswith("qkv_ext.")
+            }
+    return found
+
+
+def test_no_module_imports_itself_through_others():
+    graph = {path.stem: imports(path) for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
+    assert graph["attention"] >= {"_backends", "_check"}  # it is read at all
+    assert "_numpy" in graph["_backends"]
+
+    def walk(module, path):
+        assert module not in path, " -> ".join((*path, module))
+        for other in sorted(graph.get(module, ())):
+            walk(other, (*path, module))
+
+    for module in graph:
+        walk(module, ())
+
+
+def test_what_a_call_is_imports_nothing_of_the_package():
+    assert imports(PACKAGE / "_problem.py") == set()
