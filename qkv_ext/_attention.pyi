@@ -1,10 +1,15 @@
+from typing_extensions import disjoint_base
+
 from qkv_ext._arrays import Array
 from qkv_ext._problem import Problem
 
 BUILD: str
 NO_LIMIT: int
 
-def attention(isa: int, problem: Problem) -> None: ...
-def plain(
-    isa: int, q: object, k: object, v: object, causal: bool, threads: int
-) -> Array | None: ...
+@disjoint_base
+class Attention:
+    def __init__(self, isa: int) -> None: ...
+    def compute(self, problem: Problem) -> None: ...
+    def plain(
+        self, q: object, k: object, v: object, causal: bool, threads: int
+    ) -> Array | None: ...

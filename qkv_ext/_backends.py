@@ -11,7 +11,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -160,15 +159,15 @@ if _modules:
     COMPILED_IN = _modules["_kernels"].compiled()
     COMPILER = _modules["_kernels"].compiler()
     for _name in _modules["_kernels"].runnable():
+        _isa = COMPILED_IN.index(_name)
+        _attention = _modules["_attention"].Attention(_isa)
+        _product = _modules["_matmul"].Product(_isa)
+        _softmax = _modules["_softmax"].Softmax(_isa)
         _TABLE[_name] = Backend(
             _name,
-            _isa := COMPILED_IN.index(_name),
-            partial(_modules["_attention"].attention, _isa),
-            partial(_modules["_matmul"].product, _isa),
-            partial(_modules["_softmax"].softmax, _isa),
-            partial(_modules["_attention"].plain, _isa),
-            partial(_modules["_matmul"].plain, _isa),
-            partial(_modules["_softmax"].plain, _isa),
+            _isa,
+            *(of.compute for of in (_attention, _product, _softmax)),
+            *(of.plain for of in (_attention, _product, _softmax)),
         )
 
 

@@ -1,10 +1,15 @@
+from typing_extensions import disjoint_base
+
 from qkv_ext._arrays import Array
-from qkv_ext._problem import Product
+from qkv_ext._problem import Product as Problem
 
 BUILD: str
 MOST_AXES: int
 
-def product(isa: int, problem: Product) -> None: ...
-def plain(
-    isa: int, a: object, b: object, bias: object, columns: int, least: int, threads: int
-) -> Array | None: ...
+@disjoint_base
+class Product:
+    def __init__(self, isa: int) -> None: ...
+    def compute(self, problem: Problem) -> None: ...
+    def plain(
+        self, a: object, b: object, bias: object, columns: int, least: int, threads: int
+    ) -> Array | None: ...

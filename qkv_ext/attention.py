@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qkv_ext import _backends, _check, _rules
+from qkv_ext._backends import default_backend
 from qkv_ext._threads import threads_of
 from qkv_ext._unknown import named_options, refuse
 
@@ -269,7 +270,7 @@ def scaled_dot_product_attention(
         and (align is _ALIGN or (type(align) is str and align == _ALIGN))
         and (layout is _LAYOUT or (type(layout) is str and layout == _LAYOUT))
     ):  # most calls: their arrays can often be taken as they are
-        chosen = _backends.default_backend(backend)
+        chosen = default_backend(backend)
         output = chosen.plain_attention(q, k, v, causal, threads_of(threads))
         if output is not None:
             return output

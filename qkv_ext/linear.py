@@ -8,6 +8,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from qkv_ext import _backends, _check
 from qkv_ext._arrays import FLOAT32
+from qkv_ext._backends import default_backend
 from qkv_ext._packed import PackedWeight
 from qkv_ext._threads import threads_of
 
@@ -73,7 +74,7 @@ def matmul(
     Multiplication", ACM TOMS 34 (2008).
     """
     if out is None:  # most arrays can be taken as they are
-        chosen = _backends.default_backend(backend)
+        chosen = default_backend(backend)
         plain = chosen.plain_product(a, b, None, 0, 2, threads_of(threads))
         if plain is not None:
             return cast(Array, plain)
@@ -130,7 +131,7 @@ def linear_projection(
     (4, 3)
     """
     if out is None:  # most arrays can be taken as they are
-        chosen = _backends.default_backend(backend)
+        chosen = default_backend(backend)
         matrix, columns = w, 0
         if isinstance(w, PackedWeight) and w.dtype is FLOAT32:
             matrix, columns = w.panels, w.shape[1]
@@ -216,7 +217,7 @@ def softmax(
     array([0.5, 0.5], dtype=float32)
     """
     if out is None and type(axis) is int and axis == -1:
-        chosen = _backends.default_backend(backend)
+        chosen = default_backend(backend)
         plain = chosen.plain_softmax(x, threads_of(threads))
         if plain is not None:
             return cast(Array, plain)

@@ -29,6 +29,7 @@ becomes of splits, and exact.pxi the rows whose numbers are not all finite.
 from cpython.buffer cimport (
     PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_IsContiguous, PyBuffer_Release, PyObject_GetBuffer,
 )
+cimport cython
 from libc.math cimport INFINITY, NAN, exp, expf, isfinite, isnan, logf, sqrt
 from libc.stdint cimport int64_t, uint8_t, uint16_t
 from libc.string cimport memcpy, memset
@@ -135,8 +136,7 @@ cdef struct Part:
     float *sums          # [block, Dv]
     float *max           # [block]
     float *sum           # [block]
-    uint8_t *nonfinite_v  # [block], MET and SEEN: what V has to do with sums that are not finite;
-                         # LARGE: whether int8 keys may make scores that are not
+    uint8_t *nonfinite_v  # [block], MET and SEEN: what V has to do with it; LARGE: int8 keys
 
 
 # A worker's memory.
@@ -431,13 +431,27 @@ cdef void let_go(Views *x) noexcept:
     PyBuffer_Release(&x.first)
 
 
-def attention(int isa, problem):
-    """Write problem.out, and weights and lse where the problem has them."""
-    cdef qkv_float_mode found = qkv_enter_float_mode()
-    try:
-        attend(problem, isa)
-    finally:
-        qkv_leave_float_mode(found)
+@cython.auto_pickle(False)
+cdef class Attention:
+    """The functions of one instruction set."""
+
+    cdef int isa
+
+    def __init__(self, int isa):
+        self.isa = isa
+
+    def compute(self, problem):
+        """Write problem.out, and weights and lse where the problem has them."""
+        cdef qkv_float_mode found = qkv_enter_float_mode()
+        try:
+            attend(problem, self.isa)
+        finally:
+            qkv_leave_float_mode(found)
+
+    @cython.binding(False)  # which takes a bound method less
+    def plain(self, q, k, v, bint causal, int threads):
+        """The output without options on arrays that can be taken as they are, else None."""
+        return plain(self.isa, q, k, v, causal, threads)
 
 
 cdef int attend(problem, int isa) except -1:

@@ -16,6 +16,7 @@ Each element is the same chain of operations whatever the block that it falls in
 from cpython.buffer cimport (
     PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_IsContiguous, PyBuffer_Release, PyObject_GetBuffer,
 )
+cimport cython
 from libc.string cimport memcpy, memset
 
 from qkv_ext._kernels cimport (
@@ -183,7 +184,7 @@ cdef int run(Call *call, Py_ssize_t items, int threads) except -1:
     return 0
 
 
-def product(int isa, problem):
+cdef compute(int isa, problem):
     """Write problem.out = a b + bias."""
     cdef Call call
     cdef Py_buffer bias_view
@@ -243,7 +244,7 @@ cdef void as_matrix(const Py_buffer *x, Py_ssize_t rows, Py_ssize_t columns, Mat
     flat.shape, flat.strides = m.shape, m.strides
 
 
-def plain(int isa, a, b, bias, Py_ssize_t columns, int least, int threads):
+cdef plain(int isa, a, b, bias, Py_ssize_t columns, int least, int threads):
     """a b + bias where the arrays can be taken as they are, else None.
 
     columns is N where b is panels, else 0; least is the rank that a has to have.
@@ -289,3 +290,22 @@ def plain(int isa, a, b, bias, Py_ssize_t columns, int least, int threads):
         PyBuffer_Release(&bias_view)
         PyBuffer_Release(&out_view)
         qkv_leave_float_mode(found)
+
+
+@cython.auto_pickle(False)
+cdef class Product:
+    """The functions of one instruction set."""
+
+    cdef int isa
+
+    def __init__(self, int isa):
+        self.isa = isa
+
+    def compute(self, problem):
+        """Write problem.out."""
+        compute(self.isa, problem)
+
+    @cython.binding(False)  # which takes a bound method less
+    def plain(self, a, b, bias, Py_ssize_t columns, int least, int threads):
+        """a b + bias where the arrays can be taken as they are, else None."""
+        return plain(self.isa, a, b, bias, columns, least, threads)

@@ -78,7 +78,7 @@ cdef void merge_part(const Call *call, const Part *right, Part *left, Py_ssize_t
 
 
 cdef inline float shifted(float before, float largest) noexcept nogil:
-    """What is subtracted from scores: as softmax_tile has it, so that few sums are rounded again."""
+    """What is subtracted from scores: as softmax_tile has it, so that few sums are rounded."""
     return largest if largest > before + HARDLY_LARGER else before
 
 

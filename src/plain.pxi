@@ -20,7 +20,7 @@ cdef bint fit(Views *x) noexcept:
             and x.k.shape[2] == x.v.shape[2] and x.k.shape[3] == x.v.shape[3])
 
 
-def plain(int isa, q, k, v, bint causal, int threads):
+cdef plain(int isa, q, k, v, bint causal, int threads):
     """The output of a call without options, where q, k and v can be taken as they are, else None.
 
     Three quarters of a small call are the checks in Python; what this recognises needs none.

@@ -10,6 +10,7 @@ from cpython.buffer cimport (
     PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_IsContiguous, PyBuffer_Release, PyObject_GetBuffer,
 )
 
+cimport cython
 from libc.math cimport INFINITY, isnan
 
 from qkv_ext._kernels cimport (
@@ -92,7 +93,7 @@ cdef int run(Call *call, const Py_buffer *x, const Py_buffer *out, int threads, 
     return 0
 
 
-def softmax(int isa, problem):
+cdef compute(int isa, problem):
     """Write problem.out, the softmax of the rows of problem.x; both are contiguous."""
     cdef Call call
     cdef Py_buffer x, out
@@ -111,7 +112,7 @@ def softmax(int isa, problem):
         qkv_leave_float_mode(found)
 
 
-def plain(int isa, array, int threads):
+cdef plain(int isa, array, int threads):
     """The softmax over the last axis where the array can be taken as it is, else None."""
     cdef Call call
     cdef Py_buffer x, out
@@ -134,3 +135,22 @@ def plain(int isa, array, int threads):
     finally:
         PyBuffer_Release(&x)
         qkv_leave_float_mode(found)
+
+
+@cython.auto_pickle(False)
+cdef class Softmax:
+    """The functions of one instruction set."""
+
+    cdef int isa
+
+    def __init__(self, int isa):
+        self.isa = isa
+
+    def compute(self, problem):
+        """Write problem.out."""
+        compute(self.isa, problem)
+
+    @cython.binding(False)  # which takes a bound method less
+    def plain(self, array, int threads):
+        """The softmax over the last axis where the array can be taken as it is, else None."""
+        return plain(self.isa, array, threads)

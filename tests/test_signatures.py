@@ -1,0 +1,123 @@
+"""The parameters of every public name, as they were when the list below was written.
+
+A new option is a change of this list, too; nothing is lost from it by accident.
+"""
+
+import inspect
+
+import qkv_ext
+
+SIGNATURES = {
+    "KVCache": "batch, num_kv_heads, head_dim, v_dim=None, dtype='float32'!, _page=256!",
+    "KVCache.append": "self, k, v, lengths=None",
+    "KVCache.attend": (
+        "self, q, mask=None!, causal=False!, align='bottom-right'!, scale=None!, window=None!, "
+        "softcap=None!, alibi_slopes=None!, sinks=None!, kv_lengths=None!, q_lengths=None!, "
+        "query_offset=None!, key_offset=0!, layout='bhld'!, return_weights=False!, "
+        "return_lse=False!, out=None!, threads=None!, backend=None!"
+    ),
+    "KVCache.keys": "self, b",
+    "KVCache.values": "self, b",
+    "KVCache.truncate": "self, lengths",
+    "KVCache.drop": "self, before",
+    "KVCache.reorder": "self, indices",
+    "KVCache.fork": "self",
+    "MultiHeadAttention": (
+        "w_q, w_k, w_v, w_o=None, b_q=None!, b_k=None!, b_v=None!, b_o=None!, num_heads!, "
+        "num_kv_heads=None!"
+    ),
+    "MultiHeadAttention.from_fused": (
+        "w_qkv, w_o=None, b_qkv=None!, b_o=None!, num_heads!, num_kv_heads=None!"
+    ),
+    "MultiHeadAttention.from_state_dict": (
+        "mapping, prefix, num_heads, num_kv_heads=None, ignore=()!"
+    ),
+    "MultiHeadAttention.project_kv": "self, context, threads=None!, backend=None!",
+    "MultiHeadAttention.__call__": (
+        "self, x, context=None, kv=None!, cache=None!, rotary=None!, interleaved=False!, "
+        "rotary_dim=None!, return_weights=False!, return_lse=False!, **options"
+    ),
+    "PackedWeight": "*arguments, **keywords",
+    "PackedWeight.from_matrix": "w",
+    "ProjectedKV": "k, v",
+    "alibi_slopes": "num_heads",
+    "apply_rotary": (
+        "x, cos, sin, positions=None!, interleaved=False!, rotary_dim=None!, layout='bhld'!, "
+        "out=None!, threads=None!, backend=None!"
+    ),
+    "backends": "",
+    "cross_attention": (
+        "x_dec, x_enc, w_q, w_k, w_v, w_o=None, num_heads=1!, num_kv_heads=None!, b_q=None!, "
+        "b_k=None!, b_v=None!, b_o=None!, return_weights=False!, return_lse=False!, **options"
+    ),
+    "linear_projection": "x, w, b=None, out=None!, threads=None!, backend=None!",
+    "matmul": "a, b, out=None!, threads=None!, backend=None!",
+    "merge_attention": "outputs, lses, layout='bhld'!, threads=None!, backend=None!",
+    "pack_weight": "w",
+    "rotary_tables": "n, dim, base=10000.0!, scale=1.0!",
+    "scaled_dot_product_attention": (
+        "q, k, v, mask=None!, causal=False!, align='bottom-right'!, scale=None!, window=None!, "
+        "softcap=None!, alibi_slopes=None!, sinks=None!, kv_lengths=None!, q_lengths=None!, "
+        "query_offset=None!, key_offset=0!, layout='bhld'!, return_weights=False!, "
+        "return_lse=False!, out=None!, threads=None!, backend=None!"
+    ),
+    "self_attention": (
+        "x, w_q, w_k, w_v, w_o=None, num_heads=1!, num_kv_heads=None!, b_q=None!, b_k=None!, "
+        "b_v=None!, b_o=None!, return_weights=False!, return_lse=False!, **options"
+    ),
+    "show_config": "file=None",
+    "softmax": "x, axis=-1, out=None!, threads=None!, backend=None!",
+    "trace": (
+        "q, k, v, mask=None!, causal=False!, align='bottom-right'!, scale=None!, window=None!, "
+        "softcap=None!, alibi_slopes=None!, sinks=None!, kv_lengths=None!, q_lengths=None!, "
+        "query_offset=None!, key_offset=0!, layout='bhld'!, out=None!, threads=None!, "
+        "backend=None!"
+    ),
+    "trace_cross": (
+        "x_dec, x_enc, w_q, w_k, w_v, w_o=None, num_heads=1!, num_kv_heads=None!, b_q=None!, "
+        "b_k=None!, b_v=None!, b_o=None!, **options"
+    ),
+    "trace_self": (
+        "x, w_q, w_k, w_v, w_o=None, num_heads=1!, num_kv_heads=None!, b_q=None!, b_k=None!, "
+        "b_v=None!, b_o=None!, **options"
+    ),
+    "varlen_attention": (
+        "q, k, v, cu_seqlens_q, cu_seqlens_k, causal=False!, align='bottom-right'!, scale=None!, "
+        "window=None!, softcap=None!, alibi_slopes=None!, sinks=None!, kv_lengths=None!, "
+        "return_lse=False!, out=None!, threads=None!, backend=None!"
+    ),
+}
+
+
+def public():
+    """Every public function, and every method of every public class, by its name."""
+    for name in qkv_ext.__all__:
+        value = getattr(qkv_ext, name)
+        if not callable(value) or (isinstance(value, type) and issubclass(value, Warning)):
+            continue
+        yield name, value
+        for inner, method in vars(value).items() if isinstance(value, type) else ():
+            if not inner.startswith("_") or inner == "__call__":
+                method = getattr(value, inner)
+                if callable(method):
+                    yield f"{name}.{inner}", method
+
+
+def shown(function):
+    """The parameters without their types."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        return "none"
+    return ", ".join(
+        ("*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else "")
+        + p.name
+        + ("" if p.default is p.empty else f"={p.default!r}")
+        + ("/" if p.kind is p.POSITIONAL_ONLY else "!" if p.kind is p.KEYWORD_ONLY else "")
+        for p in parameters
+    )
+
+
+def test_every_signature():
+    """! stands behind a parameter that is passed by its name, / behind one that is not."""
+    assert {name: shown(function) for name, function in public()} == SIGNATURES
