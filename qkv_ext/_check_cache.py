@@ -6,6 +6,7 @@ their shapes alone, as arrays of one row that broadcasts, and by Problem.pages t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,40 @@ def appended(store: Store, k: Any, v: Any, lengths: Any) -> tuple[Array, Array, 
         _arrays.copy_rows(later, (count,), ((b, 0, n) for b, n in enumerate(counts)))
     most = max(counts, default=0)
     return k[:, :, :most], v[:, :, :most], counts
+
+
+def caches(given: Any, expected: type) -> list[Any]:
+    """Caches of one layout."""
+    if isinstance(given, expected) or not isinstance(given, Iterable):
+        raise TypeError(f"caches is a {type(given).__name__}; expected a sequence of KVCache")
+    found = list(given)
+    if not found:
+        raise ValueError("caches is empty; expected one KVCache at least")
+    for n, cache in enumerate(found):
+        if not isinstance(cache, expected):
+            raise TypeError(f"caches[{n}] is a {type(cache).__name__}; expected a KVCache")
+    first: Layout = found[0]._store.layout
+    for n, cache in enumerate(found):
+        own: Layout = cache._store.layout
+        if own != first:
+            misfits = (
+                f"{_ARGUMENTS[name]} {shown(a)} and not {shown(b)}"
+                for name, a, b in zip(Layout._fields, own, first, strict=True)
+                if a != b
+            )
+            raise ValueError(f"caches[{n}] has {', '.join(misfits)}; expected caches of one layout")
+    size(sum(len(cache._store.items) for cache in found), "the batch of all caches", _MOST_ITEMS)
+    return found
+
+
+#: What a user calls the fields of a Layout.
+_ARGUMENTS = {
+    "kind": "dtype",
+    "size": "_page",
+    "kv_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "v_dim": "v_dim",
+}
 
 
 def item(store: Store, b: Any) -> int:

@@ -35,7 +35,9 @@ from qkv_ext._storage import ENTRIES
 TILE = 256  #: keys of a tile of the kernels, which never crosses a page
 SLACK = 64  #: bytes behind v, and behind the scales, that a vector load may touch
 _HUGE = 2 << 20  #: bytes of a huge page
-_SLAB = 4 << 20  #: bytes that are asked of the system at a time, unless one page is larger
+_SLAB = 4 << 20  #: bytes that are asked of the system at a time by a cache that is large
+_MOST_ROOMS = 64  #: pages of a slab, where they are small
+_SHARE = 4  #: a slab is no more than this part of the pages that are there already
 _SPARE = 32 << 20  #: bytes of given-up pages that are kept for the next ones
 
 
@@ -168,9 +170,10 @@ def _write_panels(panels: Array, at: int, rows: Array) -> None:
 class Pool:
     """Where the pages of a cache, and of its forks, come from.
 
-    Memory is asked for in slabs, on a huge page's boundary, and goes back to the system when no
-    page of its slab is left.  The lists are changed by single operations, which are atomic, so that
-    caches on several threads may share a pool.
+    Memory is asked for in slabs, and goes back to the system when no page of its slab is left.  The
+    first ones hold what was asked for and no more; they grow with the cache, and large ones start
+    on a huge page's boundary.  The lists are changed by single operations, which are atomic, so
+    that caches on several threads may share a pool.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -179,6 +182,8 @@ class Pool:
         self.nbytes = self.offsets[-1]  #: of a page
         self.clean: list[Array] = []  # rooms that nobody wrote to yet
         self.used: list[Array] = []  # rooms that were given up
+        self.large_scales = False  # whether one of int8 may make products that float32 cannot hold
+        self.rooms = 0  # that are there, roughly, where threads change it at once
 
     def take(self, count: int) -> list[Page]:
         """That many pages of zeros, or MemoryError and none."""
@@ -195,7 +200,7 @@ class Pool:
                 if room is not None:
                     pages.append(Page(room, self))
                 else:
-                    self._grow()
+                    self._grow(count - len(pages))
         except (OSError, OverflowError, ValueError, MemoryError) as error:
             pages.clear()
             raise MemoryError(
@@ -208,15 +213,31 @@ class Pool:
 
         The slab that it lies in may have to stay for others.
         """
-        if len(self.used) * self.nbytes < _SPARE:
+        spare = len(self.used) + 1
+        in_use = self.rooms - len(self.clean) - spare
+        if (
+            spare < in_use and spare * self.nbytes <= _SPARE
+        ):  # beam search copies pages all the time
             self.used.append(room)
         else:
+            self.rooms -= 1
             release(room)
 
-    def _grow(self) -> None:
-        """One more slab."""
-        fit = max(1, _SLAB // self.nbytes)
+    def forget(self) -> None:
+        """Keep none of those that were given up."""
+        self.rooms -= len(self.used)
+        self.used.clear()
+
+    def spare(self) -> int:
+        """Bytes of rooms that are in no page."""
+        return (len(self.clean) + len(self.used)) * self.nbytes
+
+    def _grow(self, wanted: int) -> None:
+        """One more slab, for so many pages or some of them."""
+        most = min(-(-_SLAB // self.nbytes), _MOST_ROOMS)
+        fit = min(max(wanted, self.rooms // _SHARE), most)
         slab = allocate(fit * self.nbytes)
+        self.rooms += fit
         for n in range(fit - 1, -1, -1):
             self.clean.append(slab[n * self.nbytes : (n + 1) * self.nbytes])
 
@@ -246,15 +267,19 @@ def release(room: Array) -> None:
 
 
 def allocate(nbytes: int) -> Array:
-    """Zeroed bytes from the system, in huge pages where it has them.
+    """Zeroed bytes from the system, in huge pages where it has them and they fill one.
 
     Private to the process, so that a forked child has its own, and so that Linux gives huge pages.
     """
     private = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}
-    memory = mmap.mmap(-1, nbytes + _HUGE, **private)
+    whole = nbytes // _HUGE * _HUGE
+    memory = mmap.mmap(-1, nbytes + _HUGE if whole else nbytes, **private)
+    room = np.frombuffer(memory, np.uint8)
+    skip = -room.ctypes.data % _HUGE if whole else 0
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    room = np.frombuffer(memory, np.uint8)
-    skip = -room.ctypes.data % _HUGE
+            if whole:
+                memory.madvise(mmap.MADV_HUGEPAGE, skip, whole)
+            # what fills none would take one for a few bytes
+            memory.madvise(mmap.MADV_NOHUGEPAGE, skip + whole, len(memory) - skip - whole)
     return room[skip : skip + nbytes]

@@ -12,6 +12,7 @@ of them it then writes to a copy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,8 @@ from qkv_ext._arrays import FLOAT32, Array
 from qkv_ext._pages import Layout, Page, Pool
 from qkv_ext._storage import ENTRIES, encode, widen
 
+#: Integer keys with scales below it make products that float32 holds, unless q is as large.
+_LARGE_SCALE = np.float32(2.0**60)
 _MOST_PAGES = 1 << 20  #: that an item may ask for at once; memory ends before that
 
 
@@ -107,6 +110,7 @@ class Pages(NamedTuple):
     table: Array  # int64 (pages, 4): where k, v, k_scale and v_scale lie, 0 for none
     first: Array  # int64 (B + 1,)
     items: list[Item]  # which hold the memory that table points to
+    large_scales: bool  # see Store
 
     def keys(self, b: int, stop: int, start: int = 0) -> Array:
         """float32 (Hkv, stop - start, D), a copy."""
@@ -144,11 +148,13 @@ class Store:
             self._first = first
             self._table = np.concatenate(parts) if parts else np.zeros((0, 4), np.int64)
         lengths = np.array(self.lengths, np.int64)
-        return Pages(self.layout, lengths, self._table, self._first, self.items)
+        return Pages(
+            self.layout, lengths, self._table, self._first, self.items, self.pool.large_scales
+        )
 
     def nbytes(self) -> int:
         held = sum(page is not None for item in self.items for page in item.pages)
-        return held * self.pool.nbytes
+        return held * self.pool.nbytes + self.pool.spare()
 
     def append(self, k: Array, v: Array, counts: list[int]) -> None:
         """The first of the keys (B, Hkv, n, D) and values (B, Hkv, n, Dv), so many for each item.
@@ -172,6 +178,8 @@ class Store:
 
     def _write(self, b: int, count: int, k: Array, v: Array, k_scale: Any, v_scale: Any) -> None:
         """Entries k (Hkv, n, D) and v (Hkv, n, Dv) behind the keys of an item that has room."""
+        if k_scale is not None and not k_scale.max(initial=0) < _LARGE_SCALE:
+            self.pool.large_scales = True
         size, item, length, done = self.layout.size, self.items[b], self.lengths[b], 0
         while done < count:
             index, at = divmod(length + done, size)
@@ -222,6 +230,8 @@ class Store:
                 page = item.pages[index]
                 assert page is not None
                 page.clear(used, min(old - index * size, size))
+        if not any(lengths):
+            self.pool.forget()
 
     def drop(self, before: list[int]) -> None:
         """Whatever interrupts it, pages go only after their keys are dropped."""
@@ -243,6 +253,8 @@ class Store:
         lengths, dropped = ([of[n] for n in indices] for of in (self.lengths, self.dropped))
         self._table = None
         self.items, self.lengths, self.dropped = items, lengths, dropped
+        if not any(lengths):
+            self.pool.forget()
 
     def fork(self) -> Store:
         """Shares full pages, and copies the last one of each item."""
@@ -262,6 +274,16 @@ class Store:
             if n in own:  # nobody else holds it
                 page.owner = self.items[n].owner
         return Store(self.pool, items, list(self.lengths), list(self.dropped))
+
+    @classmethod
+    def joined(cls, stores: Sequence[Store]) -> Store:
+        """The items of several stores of one layout; all pages are shared, and none is copied."""
+        items = [item.share() for store in stores for item in store.items]
+        lengths = [n for store in stores for n in store.lengths]
+        dropped = [n for store in stores for n in store.dropped]
+        joined = cls(Pool(stores[0].layout), items, lengths, dropped)
+        joined.pool.large_scales = any(store.pool.large_scales for store in stores)
+        return joined
 
     def state(self) -> tuple[Any, ...]:
         """The layout, lengths, dropped keys and dropped pages, and what is stored of the others."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any, Literal, Self, Unpack, overload
 
 import numpy as np
@@ -47,7 +49,8 @@ class KVCache:
     dropped : array (B,)
         How many of them were dropped; a copy, int64.
     nbytes : int
-        What the pages take in memory; those that are shared count for each cache and item.
+        What this cache keeps from being freed: its pages, those that are shared for each cache and
+        item, and what is kept for the next ones.
 
     Raises
     ------
@@ -521,6 +524,45 @@ class KVCache:
             other = self._of(self._store.fork())
         _copies.set_state(other, _copies.added_state(self, KVCache))
         return other
+
+    @classmethod
+    def concatenate(cls, caches: Iterable[KVCache]) -> Self:
+        """The items of several caches, one after the other, in one: a batch that requests join.
+
+        Pages are shared and nothing is copied before one of those that share it is appended to.
+        The caches stay as they are, and go on by themselves.
+
+        Parameters
+        ----------
+        caches : iterable of KVCache
+            At least one; of one num_kv_heads, head_dim, v_dim and dtype.  The same may occur twice.
+
+        Returns
+        -------
+        KVCache
+            Its batch is the sum of theirs; reorder makes smaller ones of it.
+
+        Raises
+        ------
+        TypeError
+            Something that is no KVCache.
+        ValueError
+            No cache at all, or caches of different layouts.
+
+        Examples
+        --------
+        >>> import numpy as np, qkv_ext
+        >>> running, new = qkv_ext.KVCache(2, 1, 8), qkv_ext.KVCache(1, 1, 8)
+        >>> new.append(*np.ones((2, 1, 1, 5, 8), "f4"))
+        >>> batch = qkv_ext.KVCache.concatenate([running, new])
+        >>> batch.lengths
+        array([0, 0, 5])
+        """
+        given = _check_cache.caches(caches, KVCache)
+        with ExitStack() as locked:  # in one order everywhere, so that no two calls wait for ever
+            for cache in sorted({id(cache): cache for cache in given}.values(), key=id):
+                locked.enter_context(cache._turn())
+            return cls._of(Store.joined([cache._store for cache in given]))
 
     def __copy__(self) -> Self:
         return self.fork()

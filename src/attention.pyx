@@ -59,6 +59,7 @@ cdef enum:
     SMALL_WORK = 400000  # multiplications below which no other thread is woken up
 
 cdef double MOST_FLOATS = 1e17
+cdef float LARGE_REACH = 2.0 ** 60  # of a query: below it only scales that large are beyond float32
 cdef Py_ssize_t OPEN = min(NO_LIMIT, sys.maxsize // 4)
 cdef dict STORAGE = {"float32": QKV_FLOAT32, "float16": QKV_FLOAT16, "bfloat16": QKV_BFLOAT16,
                      "int8": QKV_INT8}
@@ -106,6 +107,7 @@ cdef struct Call:
     int kind             # of q and out: QKV_FLOAT32, QKV_FLOAT16 or QKV_BFLOAT16
     int stored           # of k and v: that, or QKV_INT8
     Py_ssize_t page      # keys of a page, 0 where k and v are arrays
+    bint large_scales    # of int8 keys: see overflows
     bint bool_mask
     const float *sinks   # [heads] or NULL
     float scale, softcap
@@ -469,6 +471,7 @@ cdef int attend(problem, int isa) except -1:
     if pages is not None:
         call.page = pages.layout.size
         call.stored = STORAGE[pages.layout.kind]
+        call.large_scales = pages.large_scales
     call.ops = table(isa)
     call.scale, call.softcap = scale, softcap
     call.left, call.right = left, right

@@ -95,8 +95,8 @@ cdef void score_tile(const Call *call, const Place *at, Desk *desk, Py_ssize_t t
     take_keys(call, at, desk, tile, &keys)
     if at.scaled and keys.scale != NULL:
         scale_panels(call, desk, n, &keys)
-    elif keys.scale != NULL and not call.ops.scaled(keys.scale, n, &desk.reach, desk.v_scale, n, 1,
-                                                    n):
+    elif (keys.scale != NULL and (call.large_scales or not desk.reach < LARGE_REACH)
+            and not call.ops.scaled(keys.scale, n, &desk.reach, desk.v_scale, n, 1, n)):
         for r in range(at.m):
             desk.part.nonfinite_v[r] |= LARGE
     for c from 0 <= c < n by PANEL:

@@ -153,7 +153,7 @@ def test_bytes(kind):
 @pytest.mark.parametrize("kind", STORAGE)
 def test_alignment(kind):
     """Each array of a page starts on a cache line, behind the end of the one before."""
-    assert _pages.allocate(100).ctypes.data % (2 << 20) == 0  # on a huge page
+    assert _pages.allocate(3 << 20).ctypes.data % (2 << 20) == 0  # on a huge page
     cache = KVCache(3, 3, 5, 7, dtype=kind)
     cache.append(np.ones((3, 3, 700, 5), "f4"), np.ones((3, 3, 700, 7), "f4"))
     pages = cache._store.pages()

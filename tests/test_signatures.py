@@ -22,6 +22,7 @@ SIGNATURES = {
     "KVCache.drop": "self, before",
     "KVCache.reorder": "self, indices",
     "KVCache.fork": "self",
+    "KVCache.concatenate": "caches",
     "MultiHeadAttention": (
         "w_q, w_k, w_v, w_o=None, b_q=None!, b_k=None!, b_v=None!, b_o=None!, num_heads!, "
         "num_kv_heads=None!"
