@@ -1,6 +1,6 @@
 """How the Cython modules of src/ are compiled; everything else is said in pyproject.toml.
 
-Each .pyx is a module of its own.  Only qkv_ext._kernels links the C files; the other three reach
+Each .pyx is a module of its own.  Only qkv_ext._kernels links the C files; the others reach
 them through the declarations of qkv_ext/_kernels.pxd.  All hold the id of the build, which
 qkv_ext/_build.py explains.  Without a C compiler the install succeeds all the same, and the NumPy
 backend serves.
@@ -114,6 +114,7 @@ setup(
         module("kernels", *sorted(glob("src/kernels/*.c"))),
         module("matmul"),
         module("softmax"),
+        module("rotary"),
         module("attention"),
     ],
     cmdclass={"build_ext": Build},

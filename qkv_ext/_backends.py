@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from qkv_ext._check import Checked, Copies
     from qkv_ext._problem import Problem, Product, Rows
 
-_COMPILED_MODULES = ("_kernels", "_matmul", "_softmax", "_attention")
+_COMPILED_MODULES = ("_kernels", "_matmul", "_softmax", "_rotary", "_attention")
 _FLOAT64 = np.dtype(np.float64)
 
 
@@ -43,9 +43,11 @@ class Backend(NamedTuple):
     attention: Callable[[Problem], None]
     product: Callable[[Product], None]
     softmax: Callable[[Rows], None]
+    rotary: Callable[..., None] | None  # of src/rotary.pyx; None: rotary.py itself
     plain_attention: Callable[..., Any]  # (q, k, v, causal, threads)
     plain_product: Callable[..., Any]  # (a, b, bias, columns of a packed b, rank, threads)
     plain_softmax: Callable[..., Any]  # (x, threads)
+    plain_rotary: Callable[..., Any]  # (x, cos, sin, positions, interleaved, threads)
 
 
 def _flag(name: str) -> bool:
@@ -82,6 +84,9 @@ def _compiled_modules() -> Iterator[Any]:
     import qkv_ext._softmax
 
     yield qkv_ext._softmax
+    import qkv_ext._rotary
+
+    yield qkv_ext._rotary
     import qkv_ext._attention
 
     yield qkv_ext._attention
@@ -150,7 +155,7 @@ _modules, NOT_COMPILED = _load(_flag("QKV_EXT_REQUIRE_C"))  #: modules, or why t
 
 _TABLE: dict[str, Backend] = {
     "numpy": Backend(
-        "numpy", -1, _numpy.attention, _numpy.product, _numpy.softmax, *(lambda *_: None,) * 3
+        "numpy", -1, _numpy.attention, _numpy.product, _numpy.softmax, None, *(lambda *_: None,) * 4
     )
 }
 COMPILED_IN: tuple[str, ...] = ()  #: instruction sets of this build, runnable here or not
@@ -163,11 +168,12 @@ if _modules:
         _attention = _modules["_attention"].Attention(_isa)
         _product = _modules["_matmul"].Product(_isa)
         _softmax = _modules["_softmax"].Softmax(_isa)
+        _rotary = _modules["_rotary"].Rotary(_isa)
         _TABLE[_name] = Backend(
             _name,
             _isa,
-            *(of.compute for of in (_attention, _product, _softmax)),
-            *(of.plain for of in (_attention, _product, _softmax)),
+            *(of.compute for of in (_attention, _product, _softmax, _rotary)),
+            *(of.plain for of in (_attention, _product, _softmax, _rotary)),
         )
 
 

@@ -43,6 +43,7 @@ CONTRACT = (
     "_rules.py",
     "_storage.py",
     "_store.py",
+    "rotary.py",
 )
 REINSTALL = (
     "install it again: 'pip install -e .' in a clone, else "

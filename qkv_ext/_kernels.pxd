@@ -68,6 +68,8 @@ cdef extern from "kernels.h" nogil:
         void (*times)(float *s, Py_ssize_t lds, Py_ssize_t m, Py_ssize_t n,
                       const float *factor) noexcept nogil
         void (*narrow)(int kind, const float *x, uint16_t *y, Py_ssize_t n) noexcept nogil
+        void (*rotate)(const float *x, const float *cosines, const float *sines, float *y,
+                       Py_ssize_t n, int interleaved) noexcept nogil
         void (*exp)(const float *x, float *y, Py_ssize_t n) noexcept nogil
         void (*tanh)(const float *x, float *y, Py_ssize_t n) noexcept nogil
 

@@ -3,11 +3,13 @@
     (a, b)  ->  (a cos - b sin, b cos + a sin)        angle = position / scale · base^(-2t / dim)
 
 for pair t of a row, so that the product of a query and a key depends on their distance alone.  The
-functions are plain NumPy and serve every backend: turning is a small part of an attention call.
+formula is here for the NumPy backend and float64; src/rotary.pyx has it with the same bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -33,7 +35,7 @@ class _Turn(NamedTuple):
     cos: Array  # broadcasts to (..., L, rotary_dim / 2)
     sin: Array
     interleaved: bool
-    out: Array  # as x
+    out: Array  # as x; x itself for a compiled backend alone, which reads pairs before it writes
 
 
 def rotary_tables(
@@ -151,7 +153,7 @@ def apply_rotary(
     out : array, optional
         Of the shape and dtype of x; may be strided, and may overlap x: ``out=x`` is in place.
     threads, backend : optional
-        As in ``matmul``; every backend computes this in NumPy.
+        As in ``matmul``; every backend gives the same bits, but for those of a NaN.
 
     Returns
     -------
@@ -186,11 +188,21 @@ def apply_rotary(
     ----------
     J. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
     """
-    turn, output, computed = _checked(
+    if (
+        out is None
+        and rotary_dim is None
+        and layout is _arrays.BHLD
+        and (interleaved is False or interleaved is True)
+    ):  # the plain case, quickly
+        plain = _backends.default_backend(backend).plain_rotary
+        turned: Array | None = plain(x, cos, sin, positions, interleaved, threads_of(threads))
+        if turned is not None:
+            return turned
+    turn, compute, output, computed = _checked(
         x, cos, sin, positions, interleaved, rotary_dim, layout, out, threads, backend
     )
     with np.errstate(all="ignore"):  # NaN, inf and underflow are results here, not accidents
-        _apply(turn)
+        compute(turn)
         if computed is not None:
             output[...] = computed
     return output
@@ -269,18 +281,18 @@ def _positions(positions: Any, x: Array, blhd: bool, n: int) -> Any:
 def _checked(
     x: Any, cos: Any, sin: Any, positions: Any, interleaved: Any, rotary_dim: Any, layout: Any,
     out: Any, threads: Any, backend: Any,
-) -> tuple[_Turn, Array, Array | None]:  # fmt: skip
-    """Check a call of apply_rotary: what to compute, what is returned, and what is copied to it."""
+) -> tuple[_Turn, Callable[[_Turn], None], Array, Array | None]:  # fmt: skip
+    """Check a call of apply_rotary: what computes what, what is returned, and is copied to it."""
     x = _arrays.operand(x, "x", 2)
     blhd = _arrays.is_blhd(layout)
     if blhd and x.ndim < 4:
         raise ValueError(f"layout is 'blhd', but x has shape {x.shape}; expected rank 4 or more")
-    _backends.choose(backend, x.dtype)
-    threads_of(threads)
+    compiled, most = _backends.choose(backend, x.dtype).rotary, threads_of(threads)
     cos, sin = tables(cos, sin, rotary_dim, x.shape[-1])
     rows = _positions(positions, x, blhd, len(cos))
     compute = _arrays.compute_dtype(x.dtype)
-    output, target = _arrays.target(out, x.shape, x.dtype, x, cos, sin)
+    in_place = out is x and compiled is not None
+    output, target = _arrays.target(out, x.shape, x.dtype, None if in_place else x, cos, sin)
     if compute != x.dtype:
         target = np.empty(x.shape, compute)
     wide, into = x.astype(compute, copy=False), output if target is None else target
@@ -289,7 +301,11 @@ def _checked(
     with np.errstate(all="ignore"):
         cos, sin = cos[rows].astype(compute, copy=False), sin[rows].astype(compute, copy=False)
     turn = _Turn(wide, cos, sin, _arrays.switch(interleaved, "interleaved"), into)
-    return turn, output, target
+    return turn, _apply if compiled is None else partial(_compiled, compiled, most), output, target
+
+
+def _compiled(rotary: Callable[..., None], threads: int, turn: _Turn) -> None:
+    rotary(turn.x, turn.cos, turn.sin, turn.out, turn.interleaved, threads)
 
 
 def _apply(turn: _Turn) -> None:

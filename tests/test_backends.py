@@ -321,7 +321,7 @@ FAULTS = {
 @pytest.mark.parametrize("module", ["_kernels", "_attention"])
 def test_module_that_does_not_load_warns_once(module, fault, python, tmp_path):
     """F6b (googleapis/google-cloud-python#15667): NumPy serves everything; the cause is told."""
-    modules = dict.fromkeys(("_kernels", "_matmul", "_softmax", "_attention"), "")
+    modules = dict.fromkeys(("_kernels", "_matmul", "_softmax", "_rotary", "_attention"), "")
     folder = bare_copy(tmp_path, **modules | {module: FAULTS[fault]})
     warning, count, served, *_ = python(ALONE + CAUGHT + USE, path=folder).splitlines()
     assert served == SERVED
@@ -332,9 +332,9 @@ def test_module_that_does_not_load_warns_once(module, fault, python, tmp_path):
     assert f"ImportError: qkv_ext.{module} does not load" in error
 
 
-@pytest.mark.parametrize("name", ["_kernels", "_matmul", "_softmax", "_attention"])
+@pytest.mark.parametrize("name", ["_kernels", "_matmul", "_softmax", "_rotary", "_attention"])
 def test_one_missing_module_is_all_of_them(name, python, tmp_path):
-    modules = dict.fromkeys(("_kernels", "_matmul", "_softmax", "_attention"), "")
+    modules = dict.fromkeys(("_kernels", "_matmul", "_softmax", "_rotary", "_attention"), "")
     del modules[name]
     said = python(ALONE + USE, path=bare_copy(tmp_path, **modules))
     assert said.startswith(SERVED)

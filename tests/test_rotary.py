@@ -324,3 +324,109 @@ COS = np.zeros((6, 4), np.float32)
 def test_rejects(x, cos, sin, options, error, message):
     with pytest.raises(error, match=message):
         apply_rotary(x, cos, sin, **options)
+
+
+PARITY = [  # shape, layout, rotary_dim; odd widths, tails of vectors, heads, more than one task
+    ((1, 8), "bhld", None),
+    ((5, 34), "bhld", 30),
+    ((2, 7, 66), "bhld", None),
+    ((1, 8, 1, 64), "bhld", None),
+    ((2, 3, 5, 130), "bhld", 126),
+    ((2, 5, 3, 48), "blhd", None),
+    ((2, 2, 3, 5, 10), "blhd", 6),
+    ((2, 4, 300, 64), "bhld", None),
+    ((3, 0, 4, 8), "bhld", None),
+    ((3, 4, 8), "bhld", 0),
+]
+
+
+def numbers(rng, shape, dtype):
+    """Among them zeros of both signs, subnormals, infinities and NaN."""
+    x = rng.standard_normal(shape).astype(dtype)
+    odd = np.array([0, -0.0, 1e-40, -1e-40, 3e38, np.inf, -np.inf, np.nan])
+    at = rng.random(shape) < 0.2
+    with np.errstate(all="ignore"):
+        x[at] = rng.choice(odd, int(at.sum())).astype(dtype)
+    return x
+
+
+def tables_for(rng, x, layout, width):
+    length = x.shape[-3 if layout == "blhd" else -2]
+    cos, sin = (numbers(rng, (length + 4, width // 2), "f4") for _ in range(2))
+    own = rng.integers(0, length + 4, length)
+    each = rng.integers(0, length + 4, (x.shape[0], length))
+    return cos, sin, [None, own, list(map(int, own)), *([each] if x.ndim > 2 else [])]
+
+
+def assert_same_numbers(actual, expected):
+    """The same bits, or both a NaN: NumPy's own NaN has either sign, as its loops come to it."""
+    assert actual.dtype == expected.dtype
+    both = np.isnan(actual) & np.isnan(expected)
+    assert_same_bits(np.where(both, 0, actual), np.where(both, 0, expected))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", ["f4", "f2"])
+@pytest.mark.parametrize(("shape", "layout", "rotary_dim"), PARITY)
+def test_bits_of_numpy(shape, layout, rotary_dim, dtype, interleaved, compiled, rng):
+    """Every option, any number of threads, in place or out: the bits of the NumPy backend."""
+    x = numbers(rng, shape, dtype)
+    cos, sin, all_positions = tables_for(
+        rng, x, layout, shape[-1] if rotary_dim is None else rotary_dim
+    )
+    for positions in all_positions:
+        options = {
+            "positions": positions, "interleaved": interleaved, "rotary_dim": rotary_dim,
+            "layout": layout,
+        }  # fmt: skip
+        right = apply_rotary(x, cos, sin, **options, backend="numpy")
+        options["backend"] = compiled
+        for threads in (1, 2):
+            assert_same_numbers(apply_rotary(x, cos, sin, **options, threads=threads), right)
+        own = x.copy()
+        assert apply_rotary(own, cos, sin, **options, out=own) is own
+        assert_same_numbers(own, right)
+        wide = np.repeat(x, 2, axis=0)
+        turned = apply_rotary(wide[::2], cos, sin, **options, out=wide[::2])
+        assert_same_numbers(turned, right)
+        assert_same_bits(wide[1::2], x)  # what lies between is not touched
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_one_position_has_the_bits_of_many(interleaved, backend, rng):
+    x = numbers(rng, (2, 3, 9, 70), "f4")
+    cos, sin = rotary_tables(9, 70)
+    whole = apply_rotary(x, cos, sin, interleaved=interleaved, backend=backend)
+    for p in range(9):
+        one = apply_rotary(
+            np.ascontiguousarray(x[..., p : p + 1, :]), cos, sin, positions=np.array([p]),
+            interleaved=interleaved, backend=backend,
+        )  # fmt: skip
+        assert_same_numbers(one, whole[..., p : p + 1, :])
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_out_overlaps_x(shift, backend, rng):
+    memory = rng.standard_normal((6, 16)).astype("f4")
+    cos, sin = rotary_tables(8, 16)
+    x, out = memory[1:5], memory[1 + shift : 5 + shift]
+    right = apply_rotary(x.copy(), cos, sin, backend="numpy")
+    assert_same_bits(apply_rotary(x, cos, sin, out=out, backend=backend), right)
+
+
+def test_out_is_a_table_too(backend, rng):
+    """In place over memory that holds the cosines: they are read before."""
+    x = rng.standard_normal((8, 16)).astype("f4")
+    cos, sin = x[:, :8], rng.standard_normal((8, 8)).astype("f4")
+    right = apply_rotary(x.copy(), cos.copy(), sin, backend="numpy")
+    assert_same_bits(apply_rotary(x, cos, sin, out=x, backend=backend), right)
+
+
+@pytest.mark.parametrize("position", [-1, 4, 2**40])
+def test_plain_call_rejects_positions(position, backend):
+    """The short way of a compiled backend leaves what is out of range to the checks."""
+    cos, sin = rotary_tables(4, 8)
+    with pytest.raises(ValueError, match="positions"):
+        apply_rotary(
+            np.ones((1, 8), "f4"), cos, sin, positions=np.array([position]), backend=backend
+        )

@@ -138,6 +138,11 @@ typedef struct {
     /* y[n] = x[n] the other way, to the nearest, ties to even. */
     void (*narrow)(int kind, const float *x, uint16_t *y, ptrdiff_t n);
 
+    /* A row of 2 n numbers as y = (a cos - b sin, b cos + a sin), each product and sum rounded by
+       itself.  Pair t is (x[t], x[n + t]), or (x[2 t], x[2 t + 1]) where interleaved.  y may be x. */
+    void (*rotate)(const float *x, const float *cosines, const float *sines, float *y, ptrdiff_t n,
+                   int interleaved);
+
     /* y[n] = exp(x[n]), where x <= 43, and tanh(x[n]), for tests of the polynomials. */
     void (*exp)(const float *x, float *y, ptrdiff_t n);
     void (*tanh)(const float *x, float *y, ptrdiff_t n);

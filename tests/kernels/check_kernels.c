@@ -332,6 +332,29 @@ static void check_function(isa *ops, void (*function)(const float *, float *, pt
     }
 }
 
+/* The bits of the formula, its steps kept apart; in place, too. */
+static void check_rotate(isa *ops, isa *scalar) {
+    const ptrdiff_t n = size_between(1, 80);
+    const int interleaved = one_in(2);
+    float *x = floats(1, 2 * n, 2 * n), *cosines = floats(1, n, n), *sines = floats(1, n, n);
+    float *y = floats(1, 2 * n, 2 * n);
+    (void)scalar;
+    fill(x, 1, 2 * n, 2 * n, (enum kind)between(0, KINDS - 1));
+    fill(cosines, 1, n, n, (enum kind)between(0, KINDS - 1));
+    fill(sines, 1, n, n, (enum kind)between(0, KINDS - 1));
+    ops->rotate(x, cosines, sines, y, n, interleaved);
+    for (ptrdiff_t t = 0; t < n; t++) {
+        const ptrdiff_t i = interleaved ? 2 * t : t, j = interleaved ? i + 1 : n + t;
+        volatile float ac = x[i] * cosines[t], bs = x[j] * sines[t];
+        volatile float bc = x[j] * cosines[t], as = x[i] * sines[t];
+        if (!same(y[i], ac - bs) || !same(y[j], bc + as))
+            fail("pair %td of %td is (%a, %a), not (%a, %a)", t, n, y[i], y[j], ac - bs, bc + as);
+    }
+    ops->rotate(x, cosines, sines, x, n, interleaved);
+    for (ptrdiff_t j = 0; j < 2 * n; j++)
+        if (!same(x[j], y[j])) fail("in place, element %td is %a, not %a", j, x[j], y[j]);
+}
+
 static void check_exp(isa *ops, isa *scalar) {
     check_function(ops, ops->exp, exp, -110.0f, 43.0f, ops == scalar ? 4.0 : 2.3);
 }
@@ -362,6 +385,7 @@ static const struct {
         {"widen", check_widen},
         {"times", check_times},
         {"narrow", check_narrow},
+        {"rotate", check_rotate},
         {"exp", check_exp},
         {"tanh", check_tanh},
 };
