@@ -215,9 +215,8 @@ class Pool:
         """
         spare = len(self.used) + 1
         in_use = self.rooms - len(self.clean) - spare
-        if (
-            spare < in_use and spare * self.nbytes <= _SPARE
-        ):  # beam search copies pages all the time
+        # some are kept, since beam search takes pages and gives them up all the time
+        if spare < in_use and spare * self.nbytes <= _SPARE:
             self.used.append(room)
         else:
             self.rooms -= 1

@@ -110,7 +110,7 @@ class Pages(NamedTuple):
     table: Array  # int64 (pages, 4): where k, v, k_scale and v_scale lie, 0 for none
     first: Array  # int64 (B + 1,)
     items: list[Item]  # which hold the memory that table points to
-    large_scales: bool  # see Store
+    large_scales: bool  # see Pool
 
     def keys(self, b: int, stop: int, start: int = 0) -> Array:
         """float32 (Hkv, stop - start, D), a copy."""
