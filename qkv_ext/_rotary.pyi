@@ -11,6 +11,17 @@ class Rotary:
     def compute(
         self, x: Array, cos: Array, sin: Array, out: Array, interleaved: bool, threads: int
     ) -> None: ...
+    def both(
+        self,
+        q: Array,
+        k: Array,
+        q_tables: tuple[Array, Array],
+        k_tables: tuple[Array, Array],
+        q_out: Array,
+        k_out: Array,
+        interleaved: bool,
+        threads: int,
+    ) -> None: ...
     def plain(
         self,
         x: object,

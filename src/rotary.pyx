@@ -98,11 +98,23 @@ cdef inline void steps(const Py_buffer *view, int axes, Py_ssize_t *step) noexce
         step[axis] = view.strides[own] if own >= 0 and view.shape[own] > 1 else 0
 
 
-cdef int run(int isa, Views *v, bint interleaved, int threads) except -1:
-    """Turn what the views hold; that they fit each other is known."""
-    cdef Call call
+cdef struct Both:
+    Call q, k
+    Py_ssize_t q_tasks
+
+
+cdef void run_either(void *job, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil:
+    cdef Both *both = <Both *> job
+    if index < both.q_tasks:
+        run_task(&both.q, index, worker, run)
+    else:
+        run_task(&both.k, index - both.q_tasks, worker, run)
+
+
+cdef Py_ssize_t plan(Call *call, int isa, const Views *v, bint interleaved) noexcept:
+    """Fill in a call; how many tasks it has."""
     cdef int axis
-    cdef Py_ssize_t count
+    call.rows = 0
     if v.x.len == 0:
         return 0
     call.ops = table(isa)
@@ -120,11 +132,28 @@ cdef int run(int isa, Views *v, bint interleaved, int threads) except -1:
     steps(&v.cos, call.axes, call.cos_step)
     steps(&v.sin, call.axes, call.sin_step)
     call.per_task = max(1, PER_TASK // call.n)
-    count = (call.rows + call.per_task - 1) // call.per_task
+    return (call.rows + call.per_task - 1) // call.per_task
+
+
+cdef int run(int isa, const Views *v, bint interleaved, int threads) except -1:
+    """Turn what the views hold; that they fit each other is known."""
+    cdef Call call
+    cdef Py_ssize_t count = plan(&call, isa, v, interleaved)
+    if count == 0:
+        return 0
     if call.rows * call.n < SMALL_WORK:
         threads = 1
     with nogil:
         parallel_for(run_task, &call, count, 1, threads)
+    return 0
+
+
+cdef int view(Views *v, x, tables, out) except -1:
+    cos, sin = tables
+    PyObject_GetBuffer(x, &v.x, PyBUF_STRIDES)
+    PyObject_GetBuffer(cos, &v.cos, PyBUF_STRIDES)
+    PyObject_GetBuffer(sin, &v.sin, PyBUF_STRIDES)
+    PyObject_GetBuffer(out, &v.out, PyBUF_STRIDES | PyBUF_WRITABLE)
     return 0
 
 
@@ -184,13 +213,38 @@ cdef class Rotary:
         memset(&v, 0, sizeof(Views))
         found = qkv_enter_float_mode()
         try:
-            PyObject_GetBuffer(x, &v.x, PyBUF_STRIDES)
-            PyObject_GetBuffer(cos, &v.cos, PyBUF_STRIDES)
-            PyObject_GetBuffer(sin, &v.sin, PyBUF_STRIDES)
-            PyObject_GetBuffer(out, &v.out, PyBUF_STRIDES | PyBUF_WRITABLE)
+            view(&v, x, (cos, sin), out)
             run(self.isa, &v, interleaved, threads)
         finally:
             release_all(&v)
+            qkv_leave_float_mode(found)
+
+    def both(self, q, k, q_tables, k_tables, q_out, k_out, bint interleaved, int threads):
+        """compute for the queries and keys of one step, in one run of the pool.
+
+        Nothing is checked: each is as compute takes it, and tables are (cos, sin), already of the
+        rows' positions.  q_out and k_out share no memory with each other.
+        """
+        cdef Both both
+        cdef Views q_views, k_views
+        cdef Py_ssize_t k_tasks
+        cdef qkv_float_mode found
+        memset(&q_views, 0, sizeof(Views))
+        memset(&k_views, 0, sizeof(Views))
+        found = qkv_enter_float_mode()
+        try:
+            view(&q_views, q, q_tables, q_out)
+            view(&k_views, k, k_tables, k_out)
+            both.q_tasks = plan(&both.q, self.isa, &q_views, interleaved)
+            k_tasks = plan(&both.k, self.isa, &k_views, interleaved)
+            if q_views.x.len + k_views.x.len < SMALL_WORK * <Py_ssize_t> sizeof(float):
+                threads = 1
+            if both.q_tasks + k_tasks:
+                with nogil:
+                    parallel_for(run_either, &both, both.q_tasks + k_tasks, 1, threads)
+        finally:
+            release_all(&q_views)
+            release_all(&k_views)
             qkv_leave_float_mode(found)
 
     @cython.binding(False)  # which takes a bound method less

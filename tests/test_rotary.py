@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tolerance import assert_same_bits
 
-from qkv_ext import apply_rotary, rotary_tables
+from qkv_ext import _backends, apply_rotary, rotary_tables
 
 EPS = float(np.finfo(np.float32).eps)
 
@@ -430,3 +430,19 @@ def test_plain_call_rejects_positions(position, backend):
         apply_rotary(
             np.ones((1, 8), "f4"), cos, sin, positions=np.array([position]), backend=backend
         )
+
+
+@pytest.mark.parametrize("length", [0, 1, 300])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_queries_and_keys_in_one_run(length, interleaved, compiled, rng):
+    """The inner function for layers: grouped heads, in place or out, the bits of two calls."""
+    q, k = rng.standard_normal((2, 8, length, 64), "f4"), rng.standard_normal((2, 2, 300, 64), "f4")
+    cos, sin = rotary_tables(300, 64)
+    tables = (cos[:length], sin[:length]), (cos, sin)
+    rotary = _backends.choose(compiled, None).rotary.__self__
+    options = {"interleaved": interleaved, "backend": compiled}
+    right = apply_rotary(q, cos, sin, **options), apply_rotary(k, cos, sin, **options)
+    out = np.empty_like(q)
+    rotary.both(q, k, *tables, out, k, interleaved, 2)
+    assert_same_bits(out, right[0])
+    assert_same_bits(k, right[1])
