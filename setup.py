@@ -115,6 +115,7 @@ setup(
         module("matmul"),
         module("softmax"),
         module("rotary"),
+        module("merge"),
         module("attention"),
     ],
     cmdclass={"build_ext": Build},

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from qkv_ext._check import Checked, Copies
     from qkv_ext._problem import Problem, Product, Rows
 
-_COMPILED_MODULES = ("_kernels", "_matmul", "_softmax", "_rotary", "_attention")
+_COMPILED_MODULES = ("_kernels", "_matmul", "_softmax", "_rotary", "_merge", "_attention")
 _FLOAT64 = np.dtype(np.float64)
 
 
@@ -44,10 +44,12 @@ class Backend(NamedTuple):
     product: Callable[[Product], None]
     softmax: Callable[[Rows], None]
     rotary: Callable[..., None] | None  # of src/rotary.pyx; None: rotary.py itself
+    merge: Callable[..., None] | None  # of src/merge.pyx; None: merge.py itself
     plain_attention: Callable[..., Any]  # (q, k, v, causal, threads)
     plain_product: Callable[..., Any]  # (a, b, bias, columns of a packed b, rank, threads)
     plain_softmax: Callable[..., Any]  # (x, threads)
     plain_rotary: Callable[..., Any]  # (x, cos, sin, positions, interleaved, threads)
+    plain_merge: Callable[..., Any]  # (outputs, lses, threads)
 
 
 def _flag(name: str) -> bool:
@@ -87,6 +89,9 @@ def _compiled_modules() -> Iterator[Any]:
     import qkv_ext._rotary
 
     yield qkv_ext._rotary
+    import qkv_ext._merge
+
+    yield qkv_ext._merge
     import qkv_ext._attention
 
     yield qkv_ext._attention
@@ -155,7 +160,13 @@ _modules, NOT_COMPILED = _load(_flag("QKV_EXT_REQUIRE_C"))  #: modules, or why t
 
 _TABLE: dict[str, Backend] = {
     "numpy": Backend(
-        "numpy", -1, _numpy.attention, _numpy.product, _numpy.softmax, None, *(lambda *_: None,) * 4
+        "numpy",
+        -1,
+        _numpy.attention,
+        _numpy.product,
+        _numpy.softmax,
+        *(None,) * 2,  # their modules have the formula themselves
+        *(lambda *_: None,) * 5,
     )
 }
 COMPILED_IN: tuple[str, ...] = ()  #: instruction sets of this build, runnable here or not
@@ -169,11 +180,12 @@ if _modules:
         _product = _modules["_matmul"].Product(_isa)
         _softmax = _modules["_softmax"].Softmax(_isa)
         _rotary = _modules["_rotary"].Rotary(_isa)
+        _merge = _modules["_merge"].Merge(_isa)
         _TABLE[_name] = Backend(
             _name,
             _isa,
-            *(of.compute for of in (_attention, _product, _softmax, _rotary)),
-            *(of.plain for of in (_attention, _product, _softmax, _rotary)),
+            *(of.compute for of in (_attention, _product, _softmax, _rotary, _merge)),
+            *(of.plain for of in (_attention, _product, _softmax, _rotary, _merge)),
         )
 
 

@@ -43,6 +43,7 @@ CONTRACT = (
     "_rules.py",
     "_storage.py",
     "_store.py",
+    "merge.py",
     "rotary.py",
 )
 REINSTALL = (

@@ -70,6 +70,10 @@ cdef extern from "kernels.h" nogil:
         void (*narrow)(int kind, const float *x, uint16_t *y, Py_ssize_t n) noexcept nogil
         void (*rotate)(const float *x, const float *cosines, const float *sines, float *y,
                        Py_ssize_t n, int interleaved) noexcept nogil
+        void (*merge_weights)(float *s, Py_ssize_t lds, Py_ssize_t m, Py_ssize_t n,
+                              float *lse) noexcept nogil
+        void (*merge_rows)(int kind, const void *const *x, const float *weight, Py_ssize_t m,
+                           float *y, Py_ssize_t n) noexcept nogil
         void (*exp)(const float *x, float *y, Py_ssize_t n) noexcept nogil
         void (*tanh)(const float *x, float *y, Py_ssize_t n) noexcept nogil
 

@@ -1,11 +1,13 @@
 """Attention over keys that were split: the parts' outputs and log-sum-exps make the whole.
 
-lse = log Σ exp lse_n        output = Σ exp(lse_n - lse) output_n
+    lse = log Σ exp lse_n        output = Σ exp(lse_n - lse) output_n
+
+The formula is here for the NumPy backend and float64; src/merge.pyx has it for the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import numpy as np
@@ -43,7 +45,7 @@ def merge_attention(
     layout : {"bhld", "blhd"}
         "blhd" takes outputs as (..., L, H, Dv), at rank 4 or more; lse stays (..., H, L).
     threads, backend : optional
-        As in ``matmul``; every backend computes this in NumPy.
+        As in ``matmul``.
 
     Returns
     -------
@@ -90,7 +92,21 @@ def merge_attention(
     M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax" (2018); T. Dao et al.,
     "Flash-Decoding for long-context inference" (2023).
     """
-    parts, logs = _checked(outputs, lses, layout, threads, backend)
+    if layout is _arrays.BHLD:  # the plain case, quickly
+        plain = _backends.default_backend(backend).plain_merge
+        merged: tuple[Array, Array] | None = plain(outputs, lses, threads_of(threads))
+        if merged is not None:
+            return merged
+    parts, logs, blhd, compiled = _checked(outputs, lses, layout, threads, backend)
+    if compiled is None:
+        return _merge(parts, logs, blhd)
+    output, lse = np.empty(parts[0].shape, parts[0].dtype), np.empty(logs[0].shape, logs[0].dtype)
+    compiled(parts, logs, output, lse, blhd, threads_of(threads))
+    return output, lse
+
+
+def _merge(parts: list[Array], logs: list[Array], blhd: bool) -> tuple[Array, Array]:
+    """The formula in NumPy."""
     with np.errstate(all="ignore"):  # exp of -inf is 0 and log of 0 is -inf, as meant
         top = logs[0]
         for each in logs[1:]:
@@ -104,14 +120,14 @@ def merge_attention(
             # divided before it meets the part: the sum of large ones stays finite
             weight = np.exp(each - top) / np.where(total == 0, 1, total)
             # what an empty part holds is selected, not added, so that NaN cannot leak
-            empty = _along(each == -np.inf, layout)
-            output += np.where(empty, 0, _along(weight, layout) * part)
+            empty = _along(each == -np.inf, blhd)
+            output += np.where(empty, 0, _along(weight, blhd) * part)
         return output.astype(parts[0].dtype, copy=False), top + np.log(total)
 
 
-def _along(x: Array, layout: str) -> Array:
+def _along(x: Array, blhd: bool) -> Array:
     """(..., H, L) with the axes of an output: (..., H, L, 1), or (..., L, H, 1)."""
-    return x[..., None] if layout == "bhld" else x.swapaxes(-1, -2)[..., None]
+    return (x.swapaxes(-1, -2) if blhd else x)[..., None]
 
 
 def _parts(given: Any, name: str) -> Any:
@@ -129,8 +145,8 @@ def _parts(given: Any, name: str) -> Any:
 
 def _checked(
     outputs: Any, lses: Any, layout: Any, threads: Any, backend: Any
-) -> tuple[list[Array], list[Array]]:
-    """Check a call of merge_attention."""
+) -> tuple[list[Array], list[Array], bool, Callable[..., None] | None]:
+    """Check a call of merge_attention: its parts, their layout, and what computes it."""
     blhd = _arrays.is_blhd(layout)
     outputs, lses = _parts(outputs, "outputs"), _parts(lses, "lses")
     if not len(outputs) or len(outputs) != len(lses):
@@ -142,7 +158,7 @@ def _checked(
     logs = [_arrays.operand(x, f"lses[{n}]", 1) for n, x in enumerate(lses)]
     first = parts[0]
     _arrays.same_dtype(**{f"outputs[{n}]": x for n, x in enumerate(parts)})
-    _backends.choose(backend, first.dtype)
+    compiled = _backends.choose(backend, first.dtype).merge
     threads_of(threads)
     if blhd and first.ndim < 4:
         raise ValueError(
@@ -167,4 +183,4 @@ def _checked(
                 f"lses[{n}] has dtype {log.dtype}; expected {compute}, in which {first.dtype} is "
                 f"computed: lses[{n}]{_arrays.cast_to(compute)}"
             )
-    return parts, logs
+    return parts, logs, blhd, compiled

@@ -17,6 +17,7 @@ from qkv_ext import _backends, _config, _threads
 sdpa = qkv_ext.scaled_dot_product_attention
 NAMES = qkv_ext.backends()
 COMPILED = NAMES[1:]
+MODULES = ("_kernels", "_matmul", "_softmax", "_rotary", "_merge", "_attention")
 needs_compiled = pytest.mark.skipif(not COMPILED, reason="nothing is compiled here")
 ORDER = ("numpy", "scalar", "neon", "avx2", "avx512")  #: slowest first
 
@@ -321,7 +322,7 @@ FAULTS = {
 @pytest.mark.parametrize("module", ["_kernels", "_attention"])
 def test_module_that_does_not_load_warns_once(module, fault, python, tmp_path):
     """F6b (googleapis/google-cloud-python#15667): NumPy serves everything; the cause is told."""
-    modules = dict.fromkeys(("_kernels", "_matmul", "_softmax", "_rotary", "_attention"), "")
+    modules = dict.fromkeys(MODULES, "")
     folder = bare_copy(tmp_path, **modules | {module: FAULTS[fault]})
     warning, count, served, *_ = python(ALONE + CAUGHT + USE, path=folder).splitlines()
     assert served == SERVED
@@ -332,9 +333,9 @@ def test_module_that_does_not_load_warns_once(module, fault, python, tmp_path):
     assert f"ImportError: qkv_ext.{module} does not load" in error
 
 
-@pytest.mark.parametrize("name", ["_kernels", "_matmul", "_softmax", "_rotary", "_attention"])
+@pytest.mark.parametrize("name", MODULES)
 def test_one_missing_module_is_all_of_them(name, python, tmp_path):
-    modules = dict.fromkeys(("_kernels", "_matmul", "_softmax", "_rotary", "_attention"), "")
+    modules = dict.fromkeys(MODULES, "")
     del modules[name]
     said = python(ALONE + USE, path=bare_copy(tmp_path, **modules))
     assert said.startswith(SERVED)

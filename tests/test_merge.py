@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import oracle
 import pytest
-from tolerance import assert_same_bits
+from tolerance import allowed_error, assert_same, assert_same_bits, assert_within
 
 import qkv_ext
 from qkv_ext import merge_attention
@@ -252,6 +252,97 @@ def test_float64(rng):
     assert merged[0].dtype == merged[1].dtype == np.float64
     np.testing.assert_allclose(merged[0], output, atol=1e-14)
     np.testing.assert_allclose(merged[1], lse, atol=1e-14)
+
+
+PARTS = [  # shape of a part, layout, how many: tails of vectors, more than one task, long rows
+    ((1, 1), "bhld", 1),
+    ((5, 3), "bhld", 2),
+    ((1, 8, 1, 64), "bhld", 8),
+    ((2, 3, 70, 130), "bhld", 3),
+    ((2, 3, 70, 33), "blhd", 5),
+    ((2, 1, 3, 2, 17), "blhd", 2),
+    ((300, 4, 16), "bhld", 4),
+    ((2, 2, 4, 8), "bhld", 700),
+    ((2, 9001), "bhld", 3),
+    ((1, 5000), "bhld", 900),
+]
+
+
+def some_parts(rng, shape, layout, count, dtype="f4"):
+    rows = shape[:-1] if layout == "bhld" else (*shape[:-3], shape[-2], shape[-3])
+    outputs = rng.standard_normal((count, *shape)).astype(dtype)
+    lses = 4 * rng.standard_normal((count, *rows), np.float32)
+    lses[rng.random(lses.shape) < 0.1] = -INF
+    return list(outputs), list(lses)
+
+
+def along(x, layout):
+    return (x if layout == "bhld" else x.swapaxes(-1, -2))[..., None]
+
+
+def exact(outputs, lses, layout):
+    """The formula in float64, of the numbers that are there."""
+    logs = np.asarray(lses, np.float64)
+    with np.errstate(divide="ignore"):
+        lse = np.logaddexp.reduce(logs)
+        weights = np.exp(logs - np.where(np.isinf(lse), 0, lse))
+    return (along(weights, layout) * np.asarray(outputs, np.float64)).sum(0), lse
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("shape", "layout", "count"), PARTS, ids=str)
+def test_error_rule(shape, layout, count, dtype, compiled, rng):
+    """Any number of parts, shapes and dtypes, within the bound that the formula in NumPy sets."""
+    dtype = pytest.importorskip("ml_dtypes").bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    outputs, lses = some_parts(rng, shape, layout, count, dtype)
+    wide = [x.astype(np.float32) for x in outputs]
+    plain = merge_attention(wide, lses, layout=layout, backend="numpy")
+    merged = merge_attention(outputs, lses, layout=layout, backend=compiled)
+    truth = exact(outputs, lses, layout)
+    assert_within(merged[0], truth[0], allowed_error(truth[0], plain[0]), dtype=dtype)
+    assert_within(merged[1], truth[1], allowed_error(truth[1], plain[1]), "lse")
+
+
+@pytest.mark.parametrize(("shape", "layout", "count"), PARTS, ids=str)
+def test_bits_of_a_row(shape, layout, count, backend, rng):
+    """Whatever the threads, the batch, and how the parts are given."""
+    outputs, lses = some_parts(rng, shape, layout, count)
+    options = {"layout": layout, "backend": backend}
+    output, lse = merge_attention(outputs, lses, threads=1, **options)
+    for threads in (2, 5):
+        for actual, expected in zip(
+            merge_attention(outputs, lses, threads=threads, **options), (output, lse), strict=True
+        ):
+            assert_same_bits(actual, expected)
+    first = [merge_attention([x[:1] for x in outputs], [x[:1] for x in lses], **options)]
+    assert_same(first[0][0], output[:1], backend)
+    assert_same(first[0][1], lse[:1], backend)
+    # rows that lie apart, with NaN between them, each part with strides of its own
+    apart = []
+    for n, x in enumerate(outputs):
+        room = np.full((*x.shape[:-2], x.shape[-2] * (1 + n % 2), x.shape[-1] + 3), np.nan, "f4")
+        apart.append(room[..., :: 1 + n % 2, : x.shape[-1]])
+        apart[-1][...] = x
+    logs = [np.repeat(x, 2, axis=0)[::2] for x in lses]
+    strided = merge_attention(apart, logs, **options)
+    assert_same(strided[0], output, backend)
+    assert_same(strided[1], lse, backend)
+
+
+@pytest.mark.parametrize(("shape", "layout", "count"), PARTS, ids=str)
+def test_not_finite_as_the_formula(shape, layout, count, compiled, rng):
+    """NaN and infinities, in parts and logarithms, come out where the formula has them."""
+    outputs, lses = some_parts(rng, shape, layout, count)
+    odd = np.float32([np.nan, INF, -INF, 3e38, -0.0])
+    for x in (*outputs, *lses):
+        at = rng.random(x.shape) < 0.3 / count
+        x[at] = rng.choice(odd, int(at.sum()))
+    right = merge_attention(outputs, lses, layout=layout, backend="numpy")
+    merged = merge_attention(outputs, lses, layout=layout, backend=compiled)
+    for actual, expected in zip(merged, right, strict=True):
+        finite = np.isfinite(expected)
+        np.testing.assert_array_equal(actual[~finite], expected[~finite])
+        np.testing.assert_allclose(actual[finite], expected[finite], rtol=1e-4, atol=1e-4)
 
 
 def test_inputs_are_not_written(backend, rng):

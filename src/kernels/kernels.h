@@ -143,6 +143,16 @@ typedef struct {
     void (*rotate)(const float *x, const float *cosines, const float *sines, float *y, ptrdiff_t n,
                    int interleaved);
 
+    /* The logarithms s[m, n] lds of m parts become their weights exp(s - lse), with the merged logarithm
+       lse[n]; a part that is -inf gets the weight -1, and nothing but such parts the lse -inf.  s is
+       read, and s and lse are written, up to the next multiple of LANES. */
+    void (*merge_weights)(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, float *lse);
+
+    /* y[n] = sum of weight[i] x[i][n] over the m rows x[i], from the first to the last; zeros where m
+       is 0.  x is of QKV_FLOAT32, QKV_FLOAT16 or QKV_BFLOAT16. */
+    void (*merge_rows)(int kind, const void *const *x, const float *weight, ptrdiff_t m, float *y,
+                       ptrdiff_t n);
+
     /* y[n] = exp(x[n]), where x <= 43, and tanh(x[n]), for tests of the polynomials. */
     void (*exp)(const float *x, float *y, ptrdiff_t n);
     void (*tanh)(const float *x, float *y, ptrdiff_t n);

@@ -332,6 +332,69 @@ static void check_function(isa *ops, void (*function)(const float *, float *, pt
     }
 }
 
+/* Against the formula in double. */
+static void check_merge_weights(isa *ops, isa *scalar) {
+    const ptrdiff_t m = size_between(1, 20), n = size_between(1, 70), whole = lanes_up(n);
+    const ptrdiff_t lds = whole + between(0, 20);
+    float *s = floats(m, whole, lds), *lse = floats(1, whole, whole), *before, *given;
+    const int special = one_in(3);
+    (void)scalar; /* what is right is plain */
+    fill(s, m, whole, lds, special ? SPECIAL : PLAIN);
+    for (ptrdiff_t i = 0; i < m; i++)
+        for (ptrdiff_t j = 0; j < n; j++)
+            if (one_in(4)) s[i * lds + j] = -INFINITY;
+    before = copy_of(s, m, whole, lds);
+    given = copy_of(s, m, whole, lds);
+    ops->merge_weights(s, lds, m, n, lse);
+    check_gaps(s, before, m, whole, lds);
+    for (ptrdiff_t j = 0; j < n; j++) {
+        double max = -INFINITY, sum = 0.0, log_sum;
+        for (ptrdiff_t i = 0; i < m; i++) max = fmax(max, given[i * lds + j]);
+        for (ptrdiff_t i = 0; i < m; i++)
+            if (given[i * lds + j] != -INFINITY) sum += exp((double)given[i * lds + j] - max);
+        log_sum = sum == 0.0 ? -INFINITY : max + log(sum); /* NaN where one is, and of infinity */
+        if (!close_to(lse[j], (float)log_sum, (ULPS_EXP + (double)m + 9) * EPS))
+            fail("lse[%td] is %a, not %a", j, lse[j], log_sum);
+        for (ptrdiff_t i = 0; i < m; i++) {
+            double want = exp((double)given[i * lds + j] - max) / sum;
+            if (given[i * lds + j] == -INFINITY) want = -1.0;
+            if (!close_to(s[i * lds + j], (float)want, (2 * ULPS_EXP + (double)m + 9) * EPS))
+                fail("the weight of %a is %a, not %a", given[i * lds + j], s[i * lds + j], want);
+        }
+    }
+}
+
+static void check_merge_rows(isa *ops, isa *scalar) {
+    const ptrdiff_t m = size_between(0, 12), n = size_between(0, 300);
+    const int kind = (int)between(QKV_FLOAT32, QKV_BFLOAT16);
+    const size_t bytes = (size_t)n * (kind == QKV_FLOAT32 ? sizeof(float) : sizeof(uint16_t));
+    const void *x[13];
+    float *wide = floats(m, n, n), *weight = floats(1, m, m), *y = floats(1, n, n);
+    (void)scalar; /* what is right is plain */
+    fill(weight, 1, m, m, one_in(2) ? PLAIN : SPECIAL);
+    for (ptrdiff_t i = 0; i < m; i++) {
+        void *row = array(bytes);
+        fill(wide + i * n, 1, n, n, (enum kind)between(0, KINDS - 1));
+        if (kind == QKV_FLOAT32) {
+            memcpy(row, wide + i * n, bytes);
+        } else {
+            ops->narrow(kind, wide + i * n, row, n);
+            ops->widen(kind, row, n, wide + i * n, 1, n);
+        }
+        x[i] = row;
+    }
+    ops->merge_rows(kind, x, weight, m, y, n);
+    for (ptrdiff_t j = 0; j < n; j++) {
+        double sum = 0.0, size = 0.0;
+        for (ptrdiff_t i = 0; i < m; i++) {
+            sum += (double)weight[i] * wide[i * n + j];
+            size += fabs((double)weight[i] * wide[i * n + j]);
+        }
+        if (!close_to(y[j], (float)sum, 2 * (double)(m + 1) * (UNIT * size + LEAST)))
+            fail("y[%td] of %td is %a, not %a: kind %d m %td", j, n, y[j], sum, kind, m);
+    }
+}
+
 /* The bits of the formula, its steps kept apart; in place, too. */
 static void check_rotate(isa *ops, isa *scalar) {
     const ptrdiff_t n = size_between(1, 80);
@@ -386,6 +449,8 @@ static const struct {
         {"times", check_times},
         {"narrow", check_narrow},
         {"rotate", check_rotate},
+        {"merge_weights", check_merge_weights},
+        {"merge_rows", check_merge_rows},
         {"exp", check_exp},
         {"tanh", check_tanh},
 };
