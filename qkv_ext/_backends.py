@@ -22,6 +22,7 @@ from qkv_ext._arrays import Array, shown
 if TYPE_CHECKING:
     from qkv_ext._check import Checked, Copies
     from qkv_ext._problem import Problem, Product, Rows
+    from qkv_ext.rotary import RotaryProblem
 
 _COMPILED_MODULES = ("_kernels", "_matmul", "_softmax", "_rotary", "_merge", "_attention")
 _FLOAT64 = np.dtype(np.float64)
@@ -43,12 +44,12 @@ class Backend(NamedTuple):
     attention: Callable[[Problem], None]
     product: Callable[[Product], None]
     softmax: Callable[[Rows], None]
-    rotary: Callable[..., None] | None  # of src/rotary.pyx; None: rotary.py itself
+    rotary: Callable[[RotaryProblem], None] | None  # of src/rotary.pyx; None: rotary.py itself
     merge: Callable[..., None] | None  # of src/merge.pyx; None: merge.py itself
     plain_attention: Callable[..., Any]  # (q, k, v, causal, threads)
     plain_product: Callable[..., Any]  # (a, b, bias, columns of a packed b, rank, threads)
     plain_softmax: Callable[..., Any]  # (x, threads)
-    plain_rotary: Callable[..., Any]  # (x, cos, sin, positions, interleaved, threads)
+    plain_rotary: Callable[..., Any]  # the arguments of apply_rotary, but for the backend
     plain_merge: Callable[..., Any]  # (outputs, lses, threads)
 
 

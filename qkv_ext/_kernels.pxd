@@ -68,16 +68,22 @@ cdef extern from "kernels.h" nogil:
         void (*times)(float *s, Py_ssize_t lds, Py_ssize_t m, Py_ssize_t n,
                       const float *factor) noexcept nogil
         void (*narrow)(int kind, const float *x, uint16_t *y, Py_ssize_t n) noexcept nogil
-        void (*rotate)(const float *x, const float *cosines, const float *sines, float *y,
-                       Py_ssize_t n, int interleaved) noexcept nogil
+        void (*rotate_halves)(int kind, const void *a, const void *b, const float *cosines,
+                              const float *sines, void *first, void *second, Py_ssize_t n,
+                              int streams) noexcept nogil
+        void (*rotate_pairs)(int kind, const void *x, const float *cosines, const float *sines,
+                             void *y, Py_ssize_t n, int streams) noexcept nogil
         void (*merge_weights)(float *s, Py_ssize_t lds, Py_ssize_t m, Py_ssize_t n,
                               float *lse) noexcept nogil
-        void (*merge_rows)(int kind, const void *const *x, const float *weight, Py_ssize_t m,
-                           float *y, Py_ssize_t n) noexcept nogil
+        void (*merge_rows)(int kind, const char *const *x, const Py_ssize_t *ldx,
+                           const float *weight, Py_ssize_t ldw, Py_ssize_t m, char *y,
+                           Py_ssize_t ldy, Py_ssize_t rows, Py_ssize_t n,
+                           int large) noexcept nogil
         void (*exp)(const float *x, float *y, Py_ssize_t n) noexcept nogil
         void (*tanh)(const float *x, float *y, Py_ssize_t n) noexcept nogil
 
     void qkv_prefetch(const char *p, Py_ssize_t n) noexcept
+    void qkv_stream_end() noexcept
 
 
 cdef extern from "pool.h" nogil:

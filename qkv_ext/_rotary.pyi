@@ -1,6 +1,7 @@
 from typing_extensions import disjoint_base
 
 from qkv_ext._arrays import Array
+from qkv_ext.rotary import RotaryProblem
 
 BUILD: str
 MOST_AXES: int
@@ -8,26 +9,17 @@ MOST_AXES: int
 @disjoint_base
 class Rotary:
     def __init__(self, isa: int) -> None: ...
-    def compute(
-        self, x: Array, cos: Array, sin: Array, out: Array, interleaved: bool, threads: int
-    ) -> None: ...
-    def both(
-        self,
-        q: Array,
-        k: Array,
-        q_tables: tuple[Array, Array],
-        k_tables: tuple[Array, Array],
-        q_out: Array,
-        k_out: Array,
-        interleaved: bool,
-        threads: int,
-    ) -> None: ...
+    def compute(self, problem: RotaryProblem) -> None: ...
+    def step(self, queries: RotaryProblem, keys: RotaryProblem) -> None: ...
     def plain(
         self,
         x: object,
         cos: object,
         sin: object,
         positions: object,
-        interleaved: bool,
+        interleaved: object,
+        rotary_dim: object,
+        layout: object,
+        out: object,
         threads: int,
     ) -> Array | None: ...

@@ -9,7 +9,6 @@ formula is here for the NumPy backend and float64; src/rotary.pyx has it with th
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -28,14 +27,16 @@ CHUNK = 1 << 16  #: elements that are turned at a time, where there are heads to
 _MOST = 1 << 40  #: rows and columns that a table may be asked for; memory ends before that
 
 
-class _Turn(NamedTuple):
-    """One checked call; heads before positions, everything in the dtype of computation."""
+class RotaryProblem(NamedTuple):
+    """One checked call; heads before positions."""
 
-    x: Array  # (..., L, D)
-    cos: Array  # broadcasts to (..., L, rotary_dim / 2)
+    x: Array  # (..., H, L, D), of contiguous rows
+    cos: Array  # (n, rotary_dim / 2), in the dtype of computation
     sin: Array
+    positions: Array | None  # int64 (L,) or (B, L), rows of the tables; None is 0 to L - 1
     interleaved: bool
     out: Array  # as x; x itself for a compiled backend alone, which reads pairs before it writes
+    threads: int
 
 
 def rotary_tables(
@@ -188,21 +189,17 @@ def apply_rotary(
     ----------
     J. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
     """
-    if (
-        out is None
-        and rotary_dim is None
-        and layout is _arrays.BHLD
-        and (interleaved is False or interleaved is True)
-    ):  # the plain case, quickly
-        plain = _backends.default_backend(backend).plain_rotary
-        turned: Array | None = plain(x, cos, sin, positions, interleaved, threads_of(threads))
-        if turned is not None:
-            return turned
-    turn, compute, output, computed = _checked(
+    plain = _backends.default_backend(backend).plain_rotary
+    turned: Array | None = plain(
+        x, cos, sin, positions, interleaved, rotary_dim, layout, out, threads_of(threads)
+    )
+    if turned is not None:  # the plain case, quickly
+        return turned
+    problem, compute, output, computed = _checked(
         x, cos, sin, positions, interleaved, rotary_dim, layout, out, threads, backend
     )
     with np.errstate(all="ignore"):  # NaN, inf and underflow are results here, not accidents
-        compute(turn)
+        compute(problem)
         if computed is not None:
             output[...] = computed
     return output
@@ -251,8 +248,8 @@ def tables(cos: Any, sin: Any, rotary_dim: Any, d: int) -> tuple[Array, Array]:
     return cos, sin
 
 
-def _positions(positions: Any, x: Array, blhd: bool, n: int) -> Any:
-    """The rows of the tables to take, as an index into them: (L,), or (B, L) with axes for heads.
+def _positions(positions: Any, x: Array, blhd: bool, n: int) -> Array | None:
+    """The rows of the tables to take, int64 (L,) or (B, L); None for the first L.
 
     Checked against the length of the tables before anything is indexed.
     """
@@ -266,7 +263,7 @@ def _positions(positions: Any, x: Array, blhd: bool, n: int) -> Any:
                 f"x has shape {x.shape}, so L = {length} positions; cos and sin have {n} rows"
                 + hint * (other <= n)
             )
-        return slice(0, length)
+        return None
     own = [(length,)] if x.ndim == 2 else [(length,), (x.shape[0], length)]
     wanted = " or ".join(map(str, own))
     array = _rules.integer_array(positions, "positions", f"integers {wanted}")
@@ -274,14 +271,27 @@ def _positions(positions: Any, x: Array, blhd: bool, n: int) -> Any:
         fits = array.shape in ((other,), (x.shape[0], other)) and other != length
         raise ValueError(f"positions has shape {array.shape}; expected {wanted}{hint * fits}")
     flat = _rules.integers(array.ravel(), "positions", array.size, 0, n - 1)
-    heads = (1,) * (x.ndim - 3) if array.ndim == 2 else ()
-    return flat.reshape(*array.shape[:-1], *heads, length)
+    return flat.reshape(array.shape)
+
+
+def _rounded(
+    cos: Array, sin: Array, positions: Array | None, length: int, dtype: np.dtype[Any]
+) -> tuple[Array, Array, Array | None]:
+    """Tables in the dtype of computation, and positions in them; only the rows that are taken."""
+    if cos.dtype == sin.dtype == dtype:
+        return cos, sin, positions
+    rows: Any = slice(0, length) if positions is None else positions.ravel()
+    with np.errstate(all="ignore"):
+        cos, sin = cos[rows].astype(dtype, copy=False), sin[rows].astype(dtype, copy=False)
+    if positions is not None:
+        positions = np.arange(positions.size).reshape(positions.shape)
+    return cos, sin, positions
 
 
 def _checked(
     x: Any, cos: Any, sin: Any, positions: Any, interleaved: Any, rotary_dim: Any, layout: Any,
     out: Any, threads: Any, backend: Any,
-) -> tuple[_Turn, Callable[[_Turn], None], Array, Array | None]:  # fmt: skip
+) -> tuple[RotaryProblem, Callable[[RotaryProblem], None], Array, Array | None]:  # fmt: skip
     """Check a call of apply_rotary: what computes what, what is returned, and is copied to it."""
     x = _arrays.operand(x, "x", 2)
     blhd = _arrays.is_blhd(layout)
@@ -290,39 +300,58 @@ def _checked(
     compiled, most = _backends.choose(backend, x.dtype).rotary, threads_of(threads)
     cos, sin = tables(cos, sin, rotary_dim, x.shape[-1])
     rows = _positions(positions, x, blhd, len(cos))
-    compute = _arrays.compute_dtype(x.dtype)
-    in_place = out is x and compiled is not None
+    in_place = compiled is not None and _same_place(x, out)
     output, target = _arrays.target(out, x.shape, x.dtype, None if in_place else x, cos, sin)
-    if compute != x.dtype:
-        target = np.empty(x.shape, compute)
-    wide, into = x.astype(compute, copy=False), output if target is None else target
+    into = output if target is None else target
     if blhd:
-        wide, into = wide.swapaxes(-3, -2), into.swapaxes(-3, -2)
-    with np.errstate(all="ignore"):
-        cos, sin = cos[rows].astype(compute, copy=False), sin[rows].astype(compute, copy=False)
-    turn = _Turn(wide, cos, sin, _arrays.switch(interleaved, "interleaved"), into)
-    return turn, _apply if compiled is None else partial(_compiled, compiled, most), output, target
+        x, into = x.swapaxes(-3, -2), into.swapaxes(-3, -2)
+    cos, sin, rows = _rounded(cos, sin, rows, x.shape[-2], _arrays.compute_dtype(x.dtype))
+    neighbours = _arrays.switch(interleaved, "interleaved")
+    problem = RotaryProblem(x, cos, sin, rows, neighbours, into, most)
+    return problem, _formula if compiled is None else compiled, output, target
 
 
-def _compiled(rotary: Callable[..., None], threads: int, turn: _Turn) -> None:
-    rotary(turn.x, turn.cos, turn.sin, turn.out, turn.interleaved, threads)
+def _same_place(x: Array, out: Any) -> bool:
+    """Whether each element of out is that of x in memory."""
+    return (
+        isinstance(out, np.ndarray)
+        and (out.shape, out.strides) == (x.shape, x.strides)
+        and out.__array_interface__["data"][0] == x.__array_interface__["data"][0]
+    )
 
 
-def _apply(turn: _Turn) -> None:
-    """Write turn.out, a part at a time, so that what is computed on the way stays in the cache."""
-    x, out = turn.x, turn.out
+def _formula(problem: RotaryProblem) -> None:
+    """The NumPy backend."""
+    x, cos, sin, positions, interleaved, out, _ = problem
+    if positions is None:
+        rows: Any = slice(0, x.shape[-2])
+    else:
+        heads = (1,) * (x.ndim - 3) if positions.ndim == 2 else ()
+        rows = positions.reshape(*positions.shape[:-1], *heads, positions.shape[-1])
+    wide = x.astype(cos.dtype, copy=False)
+    into = out if out.dtype == cos.dtype else np.empty(x.shape, cos.dtype)
+    _rotate(wide, cos[rows], sin[rows], interleaved, into)
+    if into is not out:
+        out[...] = into
+
+
+def _rotate(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array) -> None:
+    """Write out, a part at a time, so that what is computed on the way stays in the cache.
+
+    x and out are (..., L, D), and cos and sin broadcast to (..., L, rotary_dim / 2).
+    """
     if x.size > CHUNK and x.ndim > 2:
-        rows = (*x.shape[:-1], turn.cos.shape[-1])
-        cos, sin = np.broadcast_to(turn.cos, rows), np.broadcast_to(turn.sin, rows)
+        rows = (*x.shape[:-1], cos.shape[-1])
+        cos, sin = np.broadcast_to(cos, rows), np.broadcast_to(sin, rows)
         for n in range(len(x)):
-            _apply(turn._replace(x=x[n], cos=cos[n], sin=sin[n], out=out[n]))
+            _rotate(x[n], cos[n], sin[n], interleaved, out[n])
         return
-    columns = turn.cos.shape[-1]
-    if turn.interleaved:
+    columns = cos.shape[-1]
+    if interleaved:
         first, second = slice(0, 2 * columns, 2), slice(1, 2 * columns, 2)
     else:
         first, second = slice(0, columns), slice(columns, 2 * columns)
     a, b = x[..., first], x[..., second]
-    out[..., first] = a * turn.cos - b * turn.sin
-    out[..., second] = b * turn.cos + a * turn.sin
+    out[..., first] = a * cos - b * sin
+    out[..., second] = b * cos + a * sin
     out[..., 2 * columns :] = x[..., 2 * columns :]

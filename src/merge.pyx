@@ -12,8 +12,7 @@ A row's bits are those of the row alone.
 from cpython.buffer cimport (
     PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_IsContiguous, PyBuffer_Release, PyObject_GetBuffer,
 )
-from libc.stdint cimport uint16_t
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 cimport cython
 
@@ -40,9 +39,9 @@ cdef enum:
     ROWS = 64            # of a task at most, a multiple of LANES
     PER_TASK = 65536     # numbers of a task that it reads, about 10 us
     SMALL_WORK = 131072  # numbers below which no other thread is woken up
-    PIECE = 4096         # columns at a time of a row that is long,
-    FEW_COLUMNS = 64     # fewer of many parts, but no fewer than these
-    MOST_AT_ONCE = 1 << 22  # numbers between two looks at the signals
+    MOST_AT_ONCE = 1 << 22  # numbers between two looks at the signals,
+    FEW_COLUMNS = 64     # but of no fewer columns than these
+    LARGE = 1 << 24      # bytes of parts that no cache holds
 
 
 # Where the rows of a part lie, or those of the result.
@@ -59,6 +58,9 @@ cdef struct Call:
     int axes             # of rows; those that follow each other in all parts are one
     Py_ssize_t shape[AXES]
     Py_ssize_t count, n, rows, per_task
+    Py_ssize_t size      # of a number of x
+    Py_ssize_t piece     # columns at a time
+    bint large           # no cache holds the parts
     Part *parts          # [count + 1], the last of which is the result
     char *desks          # one Desk per worker
     size_t desk_size
@@ -66,27 +68,25 @@ cdef struct Call:
 
 # A worker's memory.
 cdef struct Desk:
-    const void **base    # [count], the first row of a run in each part,
-    const void **x       # [count], and the rows of the parts that have a key
-    float *weight        # [count], with their weights
+    const char **base    # [count], the first row of a run in each part,
+    Py_ssize_t *step     # [count], and from one to the next
+    const char **x       # [count], a piece of a long row
     float *s             # [count, ROWS], logarithms, then weights of all parts
     float *lse           # [ROWS]
-    float *sums          # [PIECE], what is to be rounded to 16 bits
 
 
 cdef void lay_desk(const Call *call, Py_ssize_t worker, Desk *desk) noexcept nogil:
     cdef char *at = call.desks + worker * call.desk_size
     desk.s = <float *> at
     desk.lse = desk.s + call.count * ROWS
-    desk.sums = desk.lse + ROWS
-    desk.base = <const void **> (desk.sums + PIECE)
-    desk.x = desk.base + call.count
-    desk.weight = <float *> (desk.x + call.count)
+    desk.base = <const char **> (desk.lse + ROWS)
+    desk.step = <Py_ssize_t *> (desk.base + call.count)
+    desk.x = <const char **> (desk.step + call.count)
 
 
 cdef inline double size_of_desk(Py_ssize_t count) noexcept nogil:
-    cdef double size = (count * (ROWS + 1.0) + ROWS + PIECE) * sizeof(float)
-    return (size + 2.0 * count * sizeof(void *)) // 64 * 64 + 64
+    cdef double size = (count * <double> ROWS + ROWS) * sizeof(float)
+    return (size + 3.0 * count * sizeof(void *)) // 64 * 64 + 64
 
 
 cdef Py_ssize_t find_run(const Call *call, Py_ssize_t row, Py_ssize_t end,
@@ -125,8 +125,11 @@ cdef void run_task(void *job, Py_ssize_t task, int worker, qkv_run *run) noexcep
             part = call.parts + i
             at = place(part.lse, part.lse_step, index, call.axes)
             step = part.lse_step[last]
-            for j in range(length):
-                desk.s[i * ROWS + r + j] = (<const float *> (at + j * step))[0]
+            if step == sizeof(float):
+                memcpy(desk.s + i * ROWS + r, at, length * sizeof(float))
+            else:
+                for j in range(length):
+                    desk.s[i * ROWS + r + j] = (<const float *> (at + j * step))[0]
         r += length
     call.ops.merge_weights(desk.s, ROWS, call.count, m, desk.lse)
     r = 0
@@ -135,47 +138,34 @@ cdef void run_task(void *job, Py_ssize_t task, int worker, qkv_run *run) noexcep
         for i in range(call.count):
             part = call.parts + i
             desk.base[i] = place(part.x, part.x_step, index, call.axes)
+            desk.step[i] = part.x_step[last]
         at = place(result.lse, result.lse_step, index, call.axes)
         for j in range(length):
             (<float *> (at + j * result.lse_step[last]))[0] = desk.lse[r + j]
         at = place(result.x, result.x_step, index, call.axes)
-        for j in range(length):
-            if not merge_row(call, &desk, r + j, j, at + j * result.x_step[last], worker, run):
-                return
+        step = result.x_step[last]
+        if call.n <= call.piece:
+            call.ops.merge_rows(call.kind, desk.base, desk.step, desk.s + r, ROWS, call.count, at,
+                                step, length, call.n, call.large)
+        elif not merge_long(call, &desk, r, length, at, step, worker, run):
+            return
         r += length
 
 
-cdef bint merge_row(const Call *call, Desk *desk, Py_ssize_t row, Py_ssize_t j, char *out,
-                    int worker, qkv_run *run) noexcept nogil:
-    """Row j of a run, with the weights of a row of the task; False where the run is stopped."""
-    cdef Py_ssize_t i, start, piece = PIECE, full = 0
-    cdef int last = call.axes - 1, size = 4 if call.kind == QKV_FLOAT32 else 2
-    cdef float weight
-    for i in range(call.count):
-        weight = desk.s[i * ROWS + row]
-        if weight != -1.0:
-            desk.x[full] = <const char *> desk.base[i] + j * call.parts[i].x_step[last]
-            desk.weight[full] = weight
-            full += 1
-    if full * piece > MOST_AT_ONCE:
-        piece = max(FEW_COLUMNS, MOST_AT_ONCE // full)
-    for start from 0 <= start < call.n by piece:
-        if start:
+cdef bint merge_long(const Call *call, Desk *desk, Py_ssize_t row, Py_ssize_t length, char *out,
+                     Py_ssize_t out_step, int worker, qkv_run *run) noexcept nogil:
+    """The same for rows that take long, piece by piece; False where the run is stopped."""
+    cdef Py_ssize_t i, j, start
+    for j in range(length):
+        for start from 0 <= start < call.n by call.piece:
             if stopped(run, worker):
                 return False
-            for i in range(full):
-                desk.x[i] = <const char *> desk.x[i] + piece * size
-        add_up(call, desk, full, out + start * size, min(piece, call.n - start))
+            for i in range(call.count):
+                desk.x[i] = desk.base[i] + j * desk.step[i] + start * call.size
+            call.ops.merge_rows(call.kind, desk.x, desk.step, desk.s + row + j, ROWS, call.count,
+                                out + j * out_step + start * call.size, 0, 1,
+                                min(call.piece, call.n - start), call.large)
     return True
-
-
-cdef inline void add_up(const Call *call, const Desk *desk, Py_ssize_t count, char *out,
-                        Py_ssize_t n) noexcept nogil:
-    if call.kind == QKV_FLOAT32:
-        call.ops.merge_rows(call.kind, desk.x, desk.weight, count, <float *> out, n)
-    else:
-        call.ops.merge_rows(call.kind, desk.x, desk.weight, count, desk.sums, n)
-        call.ops.narrow(call.kind, desk.sums, <uint16_t *> out, n)
 
 
 cdef void lay_part(Part *part, const Py_buffer *x, const Py_buffer *lse, bint blhd) noexcept nogil:
@@ -236,6 +226,9 @@ cdef int run(Call *call, const Py_buffer *views, bint blhd, int threads) except 
     if <double> call.rows * call.n * call.count < SMALL_WORK:
         threads = 1
     threads = <int> min(threads, tasks)
+    call.size = x.itemsize
+    call.piece = max(FEW_COLUMNS, MOST_AT_ONCE // call.count // 64 * 64)
+    call.large = <double> x.len * call.count >= LARGE
     call.desks = <char *> scratch(size * threads + (call.count + 1.0) * sizeof(Part))
     try:
         call.desk_size = <size_t> size

@@ -55,6 +55,7 @@ small = q[:, 1] * np.float32(1e-30)
 cache = qkv_ext.KVCache(1, 2, 40, dtype="int8")
 cache.append(long, long)
 halves = [x.astype(np.float16) for x in (q, k, k)]  # NumPy computes in the mode that it finds
+rotary = qkv_ext.rotary_tables(70, 40)
 tiny, steep, bias = k[0, 0].T * np.float32(1e-9), 60 * k, np.full(70, 1e-39, np.float32)
 SDPA = qkv_ext.scaled_dot_product_attention
 OPTIONS = {"threads": 2, "backend": BACKEND}
@@ -72,6 +73,9 @@ def results():
         qkv_ext.linear_projection(q, w, bias, **OPTIONS),
         qkv_ext.softmax(steep, **OPTIONS),
         qkv_ext.softmax(steep, axis=0, **OPTIONS),
+        qkv_ext.apply_rotary(small, *rotary, **OPTIONS),
+        qkv_ext.apply_rotary(halves[0], *rotary, positions=list(range(70)), **OPTIONS),
+        qkv_ext.merge_attention([small, small], [q[:, 0, :, 0], q[:, 1, :, 0]], **OPTIONS),
     ]
 
 

@@ -370,7 +370,7 @@ def test_interrupt(call, threads, backend, python):
 @pytest.mark.slow_beside_fastest
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no interval timers here")
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("call", ["softmax", "masked"])
+@pytest.mark.parametrize("call", ["softmax", "masked", "rotary", "merge"])
 def test_interrupt_within_a_row(call, threads, compiled, python):
     """^C does not wait for the end of what one task has to do: a long row, or rows with weights."""
     python(f"""
@@ -382,6 +382,14 @@ if {call!r} == "softmax":
     x = np.zeros(1 << 27, "f4")
     out, done = np.full(x.shape, 7, "f4"), np.float32(2.0**-27)
     call = lambda: qkv_ext.softmax(x, out=out, **options)
+elif {call!r} == "rotary":
+    x, table = np.ones((1, 1 << 27), "f4"), np.ones((1, 1 << 26), "f4")
+    out, done = np.full(x.shape, 7, "f4"), 2
+    call = lambda: qkv_ext.apply_rotary(x, table, table, out=out, interleaved=True, **options)
+elif {call!r} == "merge":
+    parts, lses = [np.ones((1, 1 << 26), "f4")] * 20, [np.zeros(1, "f4")] * 20
+    out, done = np.zeros(1), 1
+    call = lambda: qkv_ext.merge_attention(parts, lses, **options)
 else:  # no key is allowed, and rows are zeros when they are finished, in order
     q = np.ones((1, 96, 64), "f4")
     k = np.broadcast_to(q[:, :1], (1, 1 << 23, 64))

@@ -8,6 +8,7 @@ import pytest
 from tolerance import assert_same_bits
 
 from qkv_ext import _backends, apply_rotary, rotary_tables
+from qkv_ext.rotary import RotaryProblem
 
 EPS = float(np.finfo(np.float32).eps)
 
@@ -366,11 +367,11 @@ def assert_same_numbers(actual, expected):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", ["f4", "f2"])
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("shape", "layout", "rotary_dim"), PARITY)
-def test_bits_of_numpy(shape, layout, rotary_dim, dtype, interleaved, compiled, rng):
+def test_bits_of_numpy(shape, layout, rotary_dim, name, interleaved, compiled, rng):
     """Every option, any number of threads, in place or out: the bits of the NumPy backend."""
-    x = numbers(rng, shape, dtype)
+    x = numbers(rng, shape, rounding(name))
     cos, sin, all_positions = tables_for(
         rng, x, layout, shape[-1] if rotary_dim is None else rotary_dim
     )
@@ -389,6 +390,8 @@ def test_bits_of_numpy(shape, layout, rotary_dim, dtype, interleaved, compiled, 
         wide = np.repeat(x, 2, axis=0)
         turned = apply_rotary(wide[::2], cos, sin, **options, out=wide[::2])
         assert_same_numbers(turned, right)
+        exact = cos.astype("f8"), sin.astype("f8")
+        assert_same_numbers(apply_rotary(x, *exact, **options), right)  # rounded to float32 again
         assert_same_bits(wide[1::2], x)  # what lies between is not touched
 
 
@@ -414,6 +417,15 @@ def test_out_overlaps_x(shift, backend, rng):
     assert_same_bits(apply_rotary(x, cos, sin, out=out, backend=backend), right)
 
 
+def test_in_place_by_another_view(backend, rng):
+    """out has the very elements of x, but is another array, and strided."""
+    memory = rng.standard_normal((6, 5, 16)).astype("f4")
+    cos, sin = rotary_tables(8, 16)
+    right = apply_rotary(memory[::2].copy(), cos, sin, backend="numpy")
+    apply_rotary(memory[::2], cos, sin, out=memory[::2], backend=backend)
+    assert_same_bits(memory[::2].copy(), right)
+
+
 def test_out_is_a_table_too(backend, rng):
     """In place over memory that holds the cosines: they are read before."""
     x = rng.standard_normal((8, 16)).astype("f4")
@@ -432,17 +444,45 @@ def test_plain_call_rejects_positions(position, backend):
         )
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("layout", ["bhld", "blhd"])
+def test_results_past_the_caches(layout, interleaved, compiled, rng):
+    """A result of 16 MB or more goes there another way, wherever it starts."""
+    x = rng.standard_normal((1, 300, 120, 128), np.float32)
+    tables, options = rotary_tables(300, 124), {"rotary_dim": 124, "interleaved": interleaved}
+    options |= {
+        "layout": layout,
+        "positions": rng.integers(0, 300, x.shape[-3 + (layout == "bhld")]),
+    }
+    right = apply_rotary(x, *tables, **options, backend="numpy")
+    assert_same_bits(apply_rotary(x, *tables, **options, threads=2, backend=compiled), right)
+    room = np.zeros(x.size + 1, np.float32)
+    for start in (0, 1):
+        out = room[start : x.size + start].reshape(x.shape)
+        apply_rotary(x, *tables, **options, out=out, backend=compiled)
+        assert_same_bits(out, right)
+    assert apply_rotary(x, *tables, **options, out=x, backend=compiled) is x
+    assert_same_bits(x, right)
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f2"])
 @pytest.mark.parametrize("length", [0, 1, 300])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_queries_and_keys_in_one_run(length, interleaved, compiled, rng):
-    """The inner function for layers: grouped heads, in place or out, the bits of two calls."""
-    q, k = rng.standard_normal((2, 8, length, 64), "f4"), rng.standard_normal((2, 2, 300, 64), "f4")
-    cos, sin = rotary_tables(300, 64)
-    tables = (cos[:length], sin[:length]), (cos, sin)
-    rotary = _backends.choose(compiled, None).rotary.__self__
+def test_queries_and_keys_in_one_run(interleaved, length, dtype, compiled, rng):
+    """The inner function for layers: heads of a projection, in place or out, as two calls."""
+    q = rng.standard_normal((2, length, 8, 64)).astype(dtype).swapaxes(1, 2)
+    k = rng.standard_normal((2, 300, 2, 64)).astype(dtype).swapaxes(1, 2)
+    cos, sin = rotary_tables(400, 64)
+    at = rng.integers(0, 400, (2, length))
     options = {"interleaved": interleaved, "backend": compiled}
-    right = apply_rotary(q, cos, sin, **options), apply_rotary(k, cos, sin, **options)
-    out = np.empty_like(q)
-    rotary.both(q, k, *tables, out, k, interleaved, 2)
+    right = (
+        apply_rotary(q, cos, sin, positions=at, **options),
+        apply_rotary(k, cos, sin, **options),
+    )
+    out = np.empty(q.shape, q.dtype)
+    _backends.choose(compiled, None).rotary.__self__.step(
+        RotaryProblem(q, cos, sin, at, interleaved, out, 2),
+        RotaryProblem(k, cos, sin, None, interleaved, k, 2),
+    )
     assert_same_bits(out, right[0])
-    assert_same_bits(k, right[1])
+    assert_same_bits(np.ascontiguousarray(k), right[1])

@@ -24,6 +24,7 @@ def some_calls(rng, backend):
     half = k.astype(np.float16)
     w = qkv_ext.pack_weight(rng.standard_normal((32, 200), np.float32))
     wide = rng.standard_normal((32, 700), np.float32)
+    tables = qkv_ext.rotary_tables(300, 32)
     return [
         lambda n: sdpa(q, k, v, causal=True, threads=n, backend=backend),
         lambda n: sdpa(long[:, :, :1], long, long, threads=n, backend=backend),
@@ -31,6 +32,10 @@ def some_calls(rng, backend):
         lambda n: qkv_ext.linear_projection(k, w, threads=n, backend=backend),
         lambda n: qkv_ext.matmul(k, wide, threads=n, backend=backend),
         lambda n: qkv_ext.softmax(k, threads=n, backend=backend),
+        lambda n: qkv_ext.apply_rotary(k, *tables, threads=n, backend=backend),
+        lambda n: qkv_ext.merge_attention(
+            [k, v], [k[..., 0], v[..., 0]], threads=n, backend=backend
+        )[0],
     ]
 
 

@@ -26,6 +26,10 @@ static inline vec v_zero(void) { return _mm256_setzero_ps(); }
 static inline vec v_set1(float x) { return _mm256_set1_ps(x); }
 static inline vec v_load(const float *p) { return _mm256_loadu_ps(p); }
 static inline void v_store(float *p, vec x) { _mm256_storeu_ps(p, x); }
+static inline void v_stream(float *p, vec x) { /* lines are put together on their way */
+    _mm_stream_ps(p, _mm256_castps256_ps128(x));
+    _mm_stream_ps(p + 4, _mm256_extractf128_ps(x, 1));
+}
 static inline __m256i first(ptrdiff_t n) {
     const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), lanes);
@@ -82,6 +86,18 @@ static inline void v_transpose(vec *r) {
         r[i + 4] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x31);
         r[i] = low;
     }
+}
+#define IN_ORDER(x) /* pairs of lanes 0 2 1 3 */                                                   \
+    _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xd8))
+static inline void v_unzip(vec *x) {
+    vec even = _mm256_shuffle_ps(x[0], x[1], 0x88), odd = _mm256_shuffle_ps(x[0], x[1], 0xdd);
+    x[0] = IN_ORDER(even);
+    x[1] = IN_ORDER(odd);
+}
+static inline void v_zip(vec *x) {
+    vec even = _mm256_unpacklo_ps(x[0], x[1]), odd = _mm256_unpackhi_ps(x[0], x[1]);
+    x[0] = _mm256_permute2f128_ps(even, odd, 0x20);
+    x[1] = _mm256_permute2f128_ps(even, odd, 0x31);
 }
 static inline vec v_sums(const vec *r) {
     vec low = _mm256_hadd_ps(_mm256_hadd_ps(r[0], r[1]), _mm256_hadd_ps(r[2], r[3]));

@@ -28,6 +28,12 @@ static inline vec v_zero(void) { return _mm512_setzero_ps(); }
 static inline vec v_set1(float x) { return _mm512_set1_ps(x); }
 static inline vec v_load(const float *p) { return _mm512_loadu_ps(p); }
 static inline void v_store(float *p, vec x) { _mm512_storeu_ps(p, x); }
+static inline void v_stream(float *p, vec x) { /* lines are put together on their way */
+    _mm_stream_ps(p, _mm512_castps512_ps128(x));
+    _mm_stream_ps(p + 4, _mm512_extractf32x4_ps(x, 1));
+    _mm_stream_ps(p + 8, _mm512_extractf32x4_ps(x, 2));
+    _mm_stream_ps(p + 12, _mm512_extractf32x4_ps(x, 3));
+}
 static inline __mmask16 first(ptrdiff_t n) { return (__mmask16)((1u << n) - 1); }
 static inline vec v_load_n(const float *p, ptrdiff_t n) {
     return _mm512_maskz_loadu_ps(first(n), p);
@@ -87,6 +93,19 @@ static inline void v_transpose(vec *r) {
         r[c + 8] = ODD_BLOCKS(even_top, even_bottom);
         r[c + 12] = ODD_BLOCKS(odd_top, odd_bottom);
     }
+}
+static inline void v_unzip(vec *x) {
+    const __m512i even =
+            _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    vec odd = _mm512_permutex2var_ps(x[0], _mm512_add_epi32(even, _mm512_set1_epi32(1)), x[1]);
+    x[0] = _mm512_permutex2var_ps(x[0], even, x[1]);
+    x[1] = odd;
+}
+static inline void v_zip(vec *x) {
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    vec high = _mm512_permutex2var_ps(x[0], _mm512_add_epi32(low, _mm512_set1_epi32(8)), x[1]);
+    x[0] = _mm512_permutex2var_ps(x[0], low, x[1]);
+    x[1] = high;
 }
 /* Lane c of each block of u[i]: op over that block of r[4 i + c]; then over the four blocks. */
 #define ACROSS_LANES(name, op)                                                                     \

@@ -29,6 +29,7 @@
 
 #if defined(__x86_64__) || defined(_M_X64)
 #define QKV_X86_64 1
+#include <xmmintrin.h>
 #elif defined(__aarch64__) || defined(_M_ARM64)
 #define QKV_ARM64 1
 #endif
@@ -138,20 +139,29 @@ typedef struct {
     /* y[n] = x[n] the other way, to the nearest, ties to even. */
     void (*narrow)(int kind, const float *x, uint16_t *y, ptrdiff_t n);
 
-    /* A row of 2 n numbers as y = (a cos - b sin, b cos + a sin), each product and sum rounded by
-       itself.  Pair t is (x[t], x[n + t]), or (x[2 t], x[2 t + 1]) where interleaved.  y may be x. */
-    void (*rotate)(const float *x, const float *cosines, const float *sines, float *y, ptrdiff_t n,
-                   int interleaved);
+    /* Pairs (a[n], b[n]) rotated: first = a cos - b sin, second = b cos + a sin, each product and sum
+       rounded by itself.  Where pairs are neighbours, x[2 n] is a and b in turn, and so is y.  All but
+       the tables is of QKV_FLOAT32, QKV_FLOAT16 or QKV_BFLOAT16, and rounded to that once.  The result
+       may lie where what it is made of lies.
+       streams: of float32 results aligned to 16 bytes, past the caches; then qkv_stream_end is called
+       before another thread reads them. */
+    void (*rotate_halves)(int kind, const void *a, const void *b, const float *cosines,
+                          const float *sines, void *first, void *second, ptrdiff_t n, int streams);
+    void (*rotate_pairs)(int kind, const void *x, const float *cosines, const float *sines, void *y,
+                         ptrdiff_t n, int streams);
 
     /* The logarithms s[m, n] lds of m parts become their weights exp(s - lse), with the merged logarithm
        lse[n]; a part that is -inf gets the weight -1, and nothing but such parts the lse -inf.  s is
        read, and s and lse are written, up to the next multiple of LANES. */
     void (*merge_weights)(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, float *lse);
 
-    /* y[n] = sum of weight[i] x[i][n] over the m rows x[i], from the first to the last; zeros where m
-       is 0.  x is of QKV_FLOAT32, QKV_FLOAT16 or QKV_BFLOAT16. */
-    void (*merge_rows)(int kind, const void *const *x, const float *weight, ptrdiff_t m, float *y,
-                       ptrdiff_t n);
+    /* y[rows, n] ldy = sum over i of weight[i, rows] ldw x[i][rows, n] ldx[i], from the first of m parts
+       to the last; one whose weight is less than 0 is left out, whatever it holds.  x and y are of
+       QKV_FLOAT32, QKV_FLOAT16 or QKV_BFLOAT16, and their strides in bytes.  large: no cache holds x,
+       so that later rows are asked for. */
+    void (*merge_rows)(int kind, const char *const *x, const ptrdiff_t *ldx, const float *weight,
+                       ptrdiff_t ldw, ptrdiff_t m, char *y, ptrdiff_t ldy, ptrdiff_t rows,
+                       ptrdiff_t n, int large);
 
     /* y[n] = exp(x[n]), where x <= 43, and tanh(x[n]), for tests of the polynomials. */
     void (*exp)(const float *x, float *y, ptrdiff_t n);
@@ -184,6 +194,13 @@ static inline void qkv_prefetch(const char *p, ptrdiff_t n) {
     __asm__ volatile(""); /* or gcc takes this for a function without effect, and drops it */
 #endif
     for (ptrdiff_t i = 0; i < n; i += 64) QKV_PREFETCH(p + i, 2);
+}
+
+/* Other threads see what was streamed before they see what is written afterwards. */
+static inline void qkv_stream_end(void) {
+#if QKV_X86_64
+    _mm_sfence();
+#endif
 }
 
 /* The tables of this build, slowest first.  A name is runnable where CPU and OS support it. */

@@ -24,47 +24,60 @@ static void merge_weights(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, flo
     }
 }
 
-static ALWAYS_INLINE vec v_number(const int kind, const void *x, ptrdiff_t i) {
-    return kind == QKV_FLOAT32 ? v_load((const float *)x + i) : v_stored(kind, x, i);
+enum { AHEAD = 4 /* rows from what is added up to what is asked for */ };
+
+/* What is added up for a row: those of the parts, times their weights. */
+typedef struct {
+    const char *const *x;
+    const ptrdiff_t *ldx;
+    const float *weight;
+    ptrdiff_t ldw, m, row;
+} merged_row;
+
+static ALWAYS_INLINE const char *row_of(const merged_row *of, ptrdiff_t i) {
+    return of->x[i] + of->row * of->ldx[i];
 }
 
-/* The last numbers of a row, fewer than VL; size is that of one. */
-static ALWAYS_INLINE vec v_numbers_left(const int kind, const size_t size, const void *x,
-                                        ptrdiff_t i, ptrdiff_t n) {
-    float edge[VL] = {0};
-    memcpy(edge, (const char *)x + (size_t)i * size, (size_t)n * size);
-    return v_number(kind, edge, 0);
+/* count vectors of a row, from place j on. */
+static ALWAYS_INLINE void merge_columns(const int kind, const int large, const int count,
+                                        const merged_row *of, void *y, ptrdiff_t j) {
+    vec sum[8];
+    UNROLL for (int v = 0; v < count; v++) sum[v] = v_zero();
+    for (ptrdiff_t i = 0; i < of->m; i++) {
+        const float weight = of->weight[i * of->ldw];
+        const char *x = row_of(of, i);
+        if (weight < 0.0f) continue; /* whatever an empty part holds */
+        if (large)                   /* the rows that follow come from memory */
+            for (int v = 0; v < count * VL; v += LANES)
+                QKV_PREFETCH((const float *)(x + AHEAD * of->ldx[i]) + j + v, 3);
+        UNROLL for (int v = 0; v < count; v++)
+            sum[v] = v_fma(v_set1(weight), v_get(kind, x, j + v * VL), sum[v]);
+    }
+    UNROLL for (int v = 0; v < count; v++) v_put(kind, y, j + v * VL, sum[v], 0);
 }
 
-static ALWAYS_INLINE void merge_row(const int kind, const size_t size, const void *const *x,
-                                    const float *weight, ptrdiff_t m, float *y, ptrdiff_t n) {
-    enum { AT_ONCE = 4 };
+static ALWAYS_INLINE void merge_row(const int kind, const int large, const merged_row *of,
+                                    void *y, ptrdiff_t n) {
     ptrdiff_t j = 0;
-    for (; j + AT_ONCE * VL <= n; j += AT_ONCE * VL) {
-        vec sum[AT_ONCE];
-    UNROLL for (int v = 0; v < AT_ONCE; v++) sum[v] = v_zero();
-        for (ptrdiff_t i = 0; i < m; i++) {
-            const vec by = v_set1(weight[i]);
-            UNROLL for (int v = 0; v < AT_ONCE; v++)
-                sum[v] = v_fma(by, v_number(kind, x[i], j + v * VL), sum[v]);
-        }
-        UNROLL for (int v = 0; v < AT_ONCE; v++) v_store(y + j + v * VL, sum[v]);
-    }
-    for (; j < n; j += VL) {
-        const ptrdiff_t filled = MIN(VL, n - j);
+    for (; j + 8 * VL <= n; j += 8 * VL) merge_columns(kind, large, 8, of, y, j);
+    for (; j + 4 * VL <= n; j += 4 * VL) merge_columns(kind, large, 4, of, y, j);
+    for (; j + VL <= n; j += VL) merge_columns(kind, large, 1, of, y, j);
+    if (j < n) {
         vec sum = v_zero();
-        for (ptrdiff_t i = 0; i < m; i++)
-            sum = v_fma(v_set1(weight[i]), v_numbers_left(kind, size, x[i], j, filled), sum);
-        v_store_n(y + j, sum, filled);
+        for (ptrdiff_t i = 0; i < of->m; i++) {
+            const float weight = of->weight[i * of->ldw];
+            if (!(weight < 0.0f))
+                sum = v_fma(v_set1(weight), v_get_n(kind, row_of(of, i), j, n - j), sum);
+        }
+        v_put_n(kind, y, j, sum, n - j);
     }
 }
 
-static void merge_rows(int kind, const void *const *x, const float *weight, ptrdiff_t m, float *y,
-                       ptrdiff_t n) {
-    if (kind == QKV_FLOAT32)
-        merge_row(QKV_FLOAT32, 4, x, weight, m, y, n);
-    else if (kind == QKV_FLOAT16)
-        merge_row(QKV_FLOAT16, 2, x, weight, m, y, n);
-    else
-        merge_row(QKV_BFLOAT16, 2, x, weight, m, y, n);
+static void merge_rows(int kind, const char *const *x, const ptrdiff_t *ldx, const float *weight,
+                       ptrdiff_t ldw, ptrdiff_t m, char *y, ptrdiff_t ldy, ptrdiff_t rows,
+                       ptrdiff_t n, int large) {
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        const merged_row of = {x, ldx, weight + r, ldw, m, r};
+        FOR_KIND(merge_row, kind, large, &of, y + r * ldy, n);
+    }
 }

@@ -19,6 +19,7 @@ static inline vec v_zero(void) { return vdupq_n_f32(0.0f); }
 static inline vec v_set1(float x) { return vdupq_n_f32(x); }
 static inline vec v_load(const float *p) { return vld1q_f32(p); }
 static inline void v_store(float *p, vec x) { vst1q_f32(p, x); }
+static inline void v_stream(float *p, vec x) { vst1q_f32(p, x); }
 static inline vec v_load_n(const float *p, ptrdiff_t n) {
     float lanes[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     for (ptrdiff_t i = 0; i < n; i++) lanes[i] = p[i];
@@ -57,6 +58,16 @@ static inline void v_transpose(vec *r) {
     r[1] = vcombine_f32(vget_low_f32(top.val[1]), vget_low_f32(bottom.val[1]));
     r[2] = vcombine_f32(vget_high_f32(top.val[0]), vget_high_f32(bottom.val[0]));
     r[3] = vcombine_f32(vget_high_f32(top.val[1]), vget_high_f32(bottom.val[1]));
+}
+static inline void v_unzip(vec *x) {
+    vec odd = vuzp2q_f32(x[0], x[1]);
+    x[0] = vuzp1q_f32(x[0], x[1]);
+    x[1] = odd;
+}
+static inline void v_zip(vec *x) {
+    vec high = vzip2q_f32(x[0], x[1]);
+    x[0] = vzip1q_f32(x[0], x[1]);
+    x[1] = high;
 }
 static inline vec v_sums(const vec *r) {
     return vpaddq_f32(vpaddq_f32(r[0], r[1]), vpaddq_f32(r[2], r[3]));

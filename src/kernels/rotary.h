@@ -1,56 +1,67 @@
 /* Rotary embedding of a row.  Part of template.h.
 
    Each product and each sum is rounded by itself, never fused: the bits are those of the formula in
-   NumPy, on every instruction set.  A pair is read before it is written, so y may be x. */
+   NumPy, on every instruction set.  A pair is read before it is written: the result may lie on it. */
 
-static void rotate_halves(const float *x, const float *cosines, const float *sines, float *y,
-                          ptrdiff_t n) {
-    for (ptrdiff_t j = 0; j < n; j += VL) {
-        const ptrdiff_t filled = MIN(VL, n - j);
-        vec a, b, c, s, first, second;
-        if (filled == VL) {
-            a = v_load(x + j), b = v_load(x + n + j);
-            c = v_load(cosines + j), s = v_load(sines + j);
-        } else {
-            a = v_load_n(x + j, filled), b = v_load_n(x + n + j, filled);
-            c = v_load_n(cosines + j, filled), s = v_load_n(sines + j, filled);
-        }
-        first = v_sub(v_mul(a, c), v_mul(b, s));
-        second = v_add(v_mul(b, c), v_mul(a, s));
-        if (filled == VL) {
-            v_store(y + j, first), v_store(y + n + j, second);
-        } else {
-            v_store_n(y + j, first, filled), v_store_n(y + n + j, second, filled);
-        }
-    }
+static ALWAYS_INLINE vec first_of_pair(vec a, vec b, vec c, vec s) {
+    return v_sub(v_mul(a, c), v_mul(b, s));
 }
 
-/* Pairs are parted in memory of their own, which compilers turn into shuffles. */
-static void rotate_neighbours(const float *x, const float *cosines, const float *sines, float *y,
-                              ptrdiff_t n) {
-    float a[LANES], b[LANES];
+static ALWAYS_INLINE vec second_of_pair(vec a, vec b, vec c, vec s) {
+    return v_add(v_mul(b, c), v_mul(a, s));
+}
+
+static ALWAYS_INLINE void halves(const int kind, const int streams, const void *a, const void *b,
+                                 const float *cosines, const float *sines, void *first,
+                                 void *second, ptrdiff_t n) {
     ptrdiff_t j = 0;
-    for (; j + LANES <= n; j += LANES) {
-        for (int i = 0; i < LANES; i++) a[i] = x[2 * (j + i)], b[i] = x[2 * (j + i) + 1];
-        for (int i = 0; i < LANES; i += VL) {
-            vec even = v_load(a + i), odd = v_load(b + i);
-            vec c = v_load(cosines + j + i), s = v_load(sines + j + i);
-            v_store(a + i, v_sub(v_mul(even, c), v_mul(odd, s)));
-            v_store(b + i, v_add(v_mul(odd, c), v_mul(even, s)));
-        }
-        for (int i = 0; i < LANES; i++) y[2 * (j + i)] = a[i], y[2 * (j + i) + 1] = b[i];
+    for (; j + VL <= n; j += VL) {
+        vec x = v_get(kind, a, j), y = v_get(kind, b, j);
+        vec c = v_load(cosines + j), s = v_load(sines + j);
+        v_put(kind, first, j, first_of_pair(x, y, c, s), streams);
+        v_put(kind, second, j, second_of_pair(x, y, c, s), streams);
     }
-    for (; j < n; j++) {
-        float even = x[2 * j], odd = x[2 * j + 1];
-        y[2 * j] = even * cosines[j] - odd * sines[j];
-        y[2 * j + 1] = odd * cosines[j] + even * sines[j];
+    if (j < n) {
+        vec x = v_get_n(kind, a, j, n - j), y = v_get_n(kind, b, j, n - j);
+        vec c = v_load_n(cosines + j, n - j), s = v_load_n(sines + j, n - j);
+        v_put_n(kind, first, j, first_of_pair(x, y, c, s), n - j);
+        v_put_n(kind, second, j, second_of_pair(x, y, c, s), n - j);
     }
 }
 
-static void rotate(const float *x, const float *cosines, const float *sines, float *y, ptrdiff_t n,
-                   int interleaved) {
-    if (interleaved)
-        rotate_neighbours(x, cosines, sines, y, n);
-    else
-        rotate_halves(x, cosines, sines, y, n);
+static void rotate_halves(int kind, const void *a, const void *b, const float *cosines,
+                          const float *sines, void *first, void *second, ptrdiff_t n, int streams) {
+    FOR_KIND(halves, kind, streams, a, b, cosines, sines, first, second, n);
+}
+
+static ALWAYS_INLINE void neighbours(const int kind, const int streams, const void *x,
+                                     const float *cosines, const float *sines, void *y,
+                                     ptrdiff_t n) {
+    ptrdiff_t i = 0;
+    for (; i + VL <= n; i += VL) {
+        vec given[2] = {v_get(kind, x, 2 * i), v_get(kind, x, 2 * i + VL)}, made[2];
+        vec c = v_load(cosines + i), s = v_load(sines + i);
+        v_unzip(given);
+        made[0] = first_of_pair(given[0], given[1], c, s);
+        made[1] = second_of_pair(given[0], given[1], c, s);
+        v_zip(made);
+        v_put(kind, y, 2 * i, made[0], streams);
+        v_put(kind, y, 2 * i + VL, made[1], streams);
+    }
+    if (i < n) {
+        const ptrdiff_t low = MIN(VL, 2 * (n - i)), high = 2 * (n - i) - low;
+        vec given[2] = {v_get_n(kind, x, 2 * i, low), v_get_n(kind, x, 2 * i + VL, high)}, made[2];
+        vec c = v_load_n(cosines + i, n - i), s = v_load_n(sines + i, n - i);
+        v_unzip(given);
+        made[0] = first_of_pair(given[0], given[1], c, s);
+        made[1] = second_of_pair(given[0], given[1], c, s);
+        v_zip(made);
+        v_put_n(kind, y, 2 * i, made[0], low);
+        v_put_n(kind, y, 2 * i + VL, made[1], high);
+    }
+}
+
+static void rotate_pairs(int kind, const void *x, const float *cosines, const float *sines, void *y,
+                         ptrdiff_t n, int streams) {
+    FOR_KIND(neighbours, kind, streams, x, cosines, sines, y, n);
 }

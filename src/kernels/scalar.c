@@ -17,6 +17,7 @@ static inline vec v_set1(float x) { return x; }
 static inline vec v_load(const float *p) { return *p; }
 static inline vec v_load_n(const float *p, ptrdiff_t n) { return n ? *p : 0.0f; }
 static inline void v_store(float *p, vec x) { *p = x; }
+static inline void v_stream(float *p, vec x) { *p = x; }
 static inline void v_store_n(float *p, vec x, ptrdiff_t n) {
     if (n) *p = x;
 }
@@ -34,6 +35,8 @@ static inline vec v_bias(vec s, vec b) { return b == -INFINITY ? b : s + b; }
 static inline float v_sum(vec x) { return x; }
 static inline float v_largest(vec x) { return x; }
 static inline void v_transpose(vec *rows) { (void)rows; }
+static inline void v_unzip(vec *x) { (void)x; }
+static inline void v_zip(vec *x) { (void)x; }
 static inline vec v_sums(const vec *rows) { return *rows; }
 static inline vec v_maxima(const vec *rows) { return *rows; }
 static inline float float_of(uint32_t bits) {

@@ -6,6 +6,7 @@
      THIN_ROWS                  how many rows by WIDE vectors the registers hold, 1 or 2
      v_zero v_set1              constants
      v_load v_store             VL floats, any alignment
+     v_stream                   v_store past the caches, to a multiple of 16 bytes
      v_load_n v_store_n         the first n floats, 0 <= n <= VL; other lanes are zero, untouched
      v_add v_sub v_mul v_div v_abs   lane by lane
      v_max(a, b)                b where either is a NaN, or a NaN
@@ -17,6 +18,7 @@
      v_bias(s, b)               s + b, but -inf where b is -inf, whatever s is
      v_sum v_largest            over the lanes
      v_transpose(vec *)         VL vectors in place
+     v_unzip v_zip(vec *)       of two vectors in place: lanes 0 2 4 ... of both, and 1 3 5 ...; and back
      v_sums v_maxima(vec *)     lane i is the sum, or the largest, over the lanes of vector i
      v_from_half v_from_bfloat  VL floats of 16-bit numbers; v_to_half v_to_bfloat the other way
      v_from_int8                VL floats of 8-bit integers
@@ -58,13 +60,14 @@ _Static_assert(QKV_BFLOAT16 == QKV_FLOAT16 + 1 && QKV_INT8 == QKV_FLOAT16 + 2,
 #include "product.h"
 #include "dots.h"
 #include "rows.h"
+#include "numbers.h"
 #include "rotary.h"
 #include "merge.h"
 #include "softmax.h"
 
 const qkv_kernels QKV_TABLE = {
-        QKV_NAME,      ROWS,       product, product_stored, dots,    pack,
-        softmax_tile,  adjust_row, scaled,  split_finite,   weights, largest,
-        exp_and_sum,   softmax,    widen,   times,          narrow,  rotate,
-        merge_weights, merge_rows, exp_of,  tanh_of,
+        QKV_NAME,     ROWS,          product,    product_stored, dots,    pack,
+        softmax_tile, adjust_row,    scaled,     split_finite,   weights, largest,
+        exp_and_sum,  softmax,       widen,      times,          narrow,  rotate_halves,
+        rotate_pairs, merge_weights, merge_rows, exp_of,         tanh_of,
 };

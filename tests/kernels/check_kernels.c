@@ -364,58 +364,127 @@ static void check_merge_weights(isa *ops, isa *scalar) {
     }
 }
 
-static void check_merge_rows(isa *ops, isa *scalar) {
-    const ptrdiff_t m = size_between(0, 12), n = size_between(0, 300);
-    const int kind = (int)between(QKV_FLOAT32, QKV_BFLOAT16);
-    const size_t bytes = (size_t)n * (kind == QKV_FLOAT32 ? sizeof(float) : sizeof(uint16_t));
-    const void *x[13];
-    float *wide = floats(m, n, n), *weight = floats(1, m, m), *y = floats(1, n, n);
-    (void)scalar; /* what is right is plain */
-    fill(weight, 1, m, m, one_in(2) ? PLAIN : SPECIAL);
-    for (ptrdiff_t i = 0; i < m; i++) {
-        void *row = array(bytes);
-        fill(wide + i * n, 1, n, n, (enum kind)between(0, KINDS - 1));
-        if (kind == QKV_FLOAT32) {
-            memcpy(row, wide + i * n, bytes);
-        } else {
-            ops->narrow(kind, wide + i * n, row, n);
-            ops->widen(kind, row, n, wide + i * n, 1, n);
-        }
-        x[i] = row;
+/* Numbers of float32, float16 or bfloat16: x[n], where that cannot be rounded, and memory for as
+   many; float32 ones start at a multiple of 16 bytes where they may be streamed. */
+static void *stored(isa *ops, int kind, float *x, ptrdiff_t n) {
+    void *made = array((size_t)n * (kind == QKV_FLOAT32 ? sizeof(float) : sizeof(uint16_t)));
+    if (kind == QKV_FLOAT32) {
+        memcpy(made, x, (size_t)n * sizeof *x);
+    } else {
+        ops->narrow(kind, x, made, n);
+        ops->widen(kind, made, n, x, 1, n);
     }
-    ops->merge_rows(kind, x, weight, m, y, n);
-    for (ptrdiff_t j = 0; j < n; j++) {
-        double sum = 0.0, size = 0.0;
-        for (ptrdiff_t i = 0; i < m; i++) {
-            sum += (double)weight[i] * wide[i * n + j];
-            size += fabs((double)weight[i] * wide[i * n + j]);
-        }
-        if (!close_to(y[j], (float)sum, 2 * (double)(m + 1) * (UNIT * size + LEAST)))
-            fail("y[%td] of %td is %a, not %a: kind %d m %td", j, n, y[j], sum, kind, m);
-    }
+    return made;
 }
 
-/* The bits of the formula, its steps kept apart; in place, too. */
-static void check_rotate(isa *ops, isa *scalar) {
-    const ptrdiff_t n = size_between(1, 80);
-    const int interleaved = one_in(2);
-    float *x = floats(1, 2 * n, 2 * n), *cosines = floats(1, n, n), *sines = floats(1, n, n);
-    float *y = floats(1, 2 * n, 2 * n);
+static int any_kind(void) { return (int)between(QKV_FLOAT32, QKV_BFLOAT16); }
+
+/* What a result of that kind holds, as floats. */
+static float *read_back(isa *ops, int kind, void *y, ptrdiff_t n) {
+    float *made = floats(1, n, n);
+    if (kind == QKV_FLOAT32) return y;
+    ops->widen(kind, y, n, made, 1, n);
+    return made;
+}
+
+static float rounded(isa *ops, int kind, float x) {
+    uint16_t bits;
+    if (kind == QKV_FLOAT32) return x;
+    ops->narrow(kind, &x, &bits, 1);
+    ops->widen(kind, &bits, 1, &x, 1, 1);
+    return x;
+}
+
+static void check_merge_rows(isa *ops, isa *scalar) {
+    const ptrdiff_t m = size_between(0, 12), n = size_between(0, 300), rows = between(1, 4);
+    const ptrdiff_t ldw = rows + between(0, 3);
+    const int kind = any_kind();
+    const ptrdiff_t size = kind == QKV_FLOAT32 ? sizeof(float) : sizeof(uint16_t);
+    const char *x[13];
+    ptrdiff_t ldx[13];
+    float *wide = floats(m * rows, n, n), *weight = floats(m, rows, ldw), *got;
+    float *nothing = floats(rows, n, n);
+    char *y = stored(ops, kind, nothing, rows * n);
+    (void)scalar; /* what is right is plain */
+    fill(weight, m, rows, ldw, one_in(2) ? PLAIN : SPECIAL); /* among them less than 0 */
+    for (ptrdiff_t i = 0; i < m; i++) {
+        fill(wide + i * rows * n, rows, n, n, (enum kind)between(0, KINDS - 1));
+        x[i] = stored(ops, kind, wide + i * rows * n, rows * n);
+        ldx[i] = n * size;
+        if (one_in(4)) x[i] += (rows - 1) * ldx[i], ldx[i] = -ldx[i];
+    }
+    ops->merge_rows(kind, x, ldx, weight, ldw, m, y, n * size, rows, n, one_in(2));
+    got = read_back(ops, kind, y, rows * n);
+    for (ptrdiff_t r = 0; r < rows; r++)
+        for (ptrdiff_t j = 0; j < n; j++) {
+            double sum = 0.0, sums = 0.0, by;
+            for (ptrdiff_t i = 0; i < m; i++) {
+                const ptrdiff_t from = ldx[i] < 0 ? rows - 1 - r : r;
+                const double w = weight[i * ldw + r], number = wide[(i * rows + from) * n + j];
+                if (w < 0) continue;
+                sum += w * number;
+                sums += fabs(w * number);
+            }
+            by = 2 * (double)(m + 1) * (UNIT * sums + LEAST);
+            if (kind != QKV_FLOAT32) by += sums * 0x1p-7 + 0x1p-24; /* may be neighbours */
+            if (!close_to(got[r * n + j], rounded(ops, kind, (float)sum), by))
+                fail("y[%td, %td] is %a, not %a: kind %d m %td n %td", r, j, got[r * n + j], sum,
+                     kind, m, n);
+        }
+}
+
+/* The bits of the formula, its steps kept apart, and rounded once. */
+static void check_pair(isa *ops, int kind, float a, float b, float c, float s, float first,
+                       float second) {
+    volatile float ac = a * c, bs = b * s, bc = b * c, as = a * s;
+    if (!same(first, rounded(ops, kind, ac - bs)) || !same(second, rounded(ops, kind, bc + as)))
+        fail("(%a, %a) becomes (%a, %a), not (%a, %a)", a, b, first, second, ac - bs, bc + as);
+}
+
+static void check_rotate_halves(isa *ops, isa *scalar) {
+    const ptrdiff_t n = size_between(0, 80);
+    const int kind = any_kind(), streams = one_in(2) && n % 4 == 0;
+    float *a = floats(1, n, n), *b = floats(1, n, n), *cosines = floats(1, n, n), *got, *other;
+    float *sines = floats(1, n, n);
+    void *x, *y, *first, *second;
     (void)scalar;
-    fill(x, 1, 2 * n, 2 * n, (enum kind)between(0, KINDS - 1));
+    fill(a, 1, n, n, (enum kind)between(0, KINDS - 1));
+    fill(b, 1, n, n, (enum kind)between(0, KINDS - 1));
     fill(cosines, 1, n, n, (enum kind)between(0, KINDS - 1));
     fill(sines, 1, n, n, (enum kind)between(0, KINDS - 1));
-    ops->rotate(x, cosines, sines, y, n, interleaved);
-    for (ptrdiff_t t = 0; t < n; t++) {
-        const ptrdiff_t i = interleaved ? 2 * t : t, j = interleaved ? i + 1 : n + t;
-        volatile float ac = x[i] * cosines[t], bs = x[j] * sines[t];
-        volatile float bc = x[j] * cosines[t], as = x[i] * sines[t];
-        if (!same(y[i], ac - bs) || !same(y[j], bc + as))
-            fail("pair %td of %td is (%a, %a), not (%a, %a)", t, n, y[i], y[j], ac - bs, bc + as);
-    }
-    ops->rotate(x, cosines, sines, x, n, interleaved);
-    for (ptrdiff_t j = 0; j < 2 * n; j++)
-        if (!same(x[j], y[j])) fail("in place, element %td is %a, not %a", j, x[j], y[j]);
+    x = stored(ops, kind, a, n), y = stored(ops, kind, b, n);
+    first = stored(ops, kind, a, n), second = stored(ops, kind, b, n);
+    ops->rotate_halves(kind, x, y, cosines, sines, first, second, n,
+                       streams && ((uintptr_t)first | (uintptr_t)second) % 16 == 0);
+    got = read_back(ops, kind, first, n), other = read_back(ops, kind, second, n);
+    for (ptrdiff_t t = 0; t < n; t++)
+        check_pair(ops, kind, a[t], b[t], cosines[t], sines[t], got[t], other[t]);
+    ops->rotate_halves(kind, x, y, cosines, sines, x, y, n, 0); /* in place */
+    a = read_back(ops, kind, x, n), b = read_back(ops, kind, y, n);
+    for (ptrdiff_t t = 0; t < n; t++)
+        if (!same(a[t], got[t]) || !same(b[t], other[t])) fail("in place it is another");
+}
+
+static void check_rotate_pairs(isa *ops, isa *scalar) {
+    const ptrdiff_t n = size_between(0, 80);
+    const int kind = any_kind();
+    float *wide = floats(1, 2 * n, 2 * n), *cosines = floats(1, n, n), *sines = floats(1, n, n);
+    float *got;
+    void *x, *y;
+    (void)scalar;
+    fill(wide, 1, 2 * n, 2 * n, (enum kind)between(0, KINDS - 1));
+    fill(cosines, 1, n, n, (enum kind)between(0, KINDS - 1));
+    fill(sines, 1, n, n, (enum kind)between(0, KINDS - 1));
+    x = stored(ops, kind, wide, 2 * n), y = stored(ops, kind, wide, 2 * n);
+    ops->rotate_pairs(kind, x, cosines, sines, y, n, (uintptr_t)y % 16 == 0);
+    got = read_back(ops, kind, y, 2 * n);
+    for (ptrdiff_t t = 0; t < n; t++)
+        check_pair(ops, kind, wide[2 * t], wide[2 * t + 1], cosines[t], sines[t], got[2 * t],
+                   got[2 * t + 1]);
+    ops->rotate_pairs(kind, x, cosines, sines, x, n, 0); /* in place */
+    wide = read_back(ops, kind, x, 2 * n);
+    for (ptrdiff_t t = 0; t < 2 * n; t++)
+        if (!same(wide[t], got[t])) fail("in place it is another");
 }
 
 static void check_exp(isa *ops, isa *scalar) {
@@ -448,7 +517,8 @@ static const struct {
         {"widen", check_widen},
         {"times", check_times},
         {"narrow", check_narrow},
-        {"rotate", check_rotate},
+        {"rotate_halves", check_rotate_halves},
+        {"rotate_pairs", check_rotate_pairs},
         {"merge_weights", check_merge_weights},
         {"merge_rows", check_merge_rows},
         {"exp", check_exp},
