@@ -36,6 +36,8 @@ class CacheUse(Case):
 
     "append" puts count keys behind those of every item, and every hundredth time takes all of them
     back, "fork" makes another cache, "reorder" lets each pair of items go on from one of the two.
+    "attend" is one query of as many heads to all keys, "layer" the step of a layer of as many heads
+    that appends a key by itself, projections and rotary embedding included.
     """
 
     shape: tuple[int, int, int, int]  #: (B, Hkv, S, D)
@@ -52,7 +54,7 @@ class CacheUse(Case):
         return {"kv": np.ones((*self.shape[:2], max(self.count, 4096), self.shape[3]), np.float32)}
 
     def exact(self, arrays: Arrays) -> np.ndarray:
-        more = self.count if self.use == "append" else 0
+        more = self.count if self.use in ("append", "layer") else 0
         return np.full(self.shape[0], float(self.shape[2] + more))
 
     def sample(self, outputs: Outputs) -> np.ndarray:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from bench.caches import STORAGE, Cached, CacheUse
 from bench.kinds import Attention, Beside, Case, Product, Softmax
+from bench.steps import Merge, Rotary
 
-SETS = ("encoder", "causal", "decode", "cache", "gemm", "softmax", "options", "growth", "overhead")
+SETS = (
+    "encoder", "causal", "decode", "cache", "gemm", "softmax", "options", "growth", "layer",
+    "overhead",
+)  # fmt: skip
 
 
 def one_thread(case: Case) -> Case:
@@ -113,7 +117,34 @@ def growth() -> tuple[Case, ...]:
 
 def overhead() -> tuple[Case, ...]:
     plain = attention("call overhead", "overhead", 1, 1, 1, 4, 4, 8, overhead=True, quick=True)
-    return plain, plain.but(name="call overhead, options", causal=True, scale=0.25, quick=False)
+    return (
+        plain,
+        plain.but(name="call overhead, options", causal=True, scale=0.25, quick=False),
+        Rotary(name="rotary of one position", sets=("overhead",), shape=(1, 8, 1, 64),
+               overhead=True, rivals=("NumPy",)),
+        Merge(name="merge 2 short parts", sets=("overhead",), shape=(2, 1, 8, 1, 64),
+              overhead=True, rivals=("NumPy",)),
+        *(CacheUse(name=name, sets=("overhead",), shape=(batch, 8, 64, 64), use=use, count=count)
+          for name, batch, use, count in (
+              ("append 1 short key", 1, "append", 1),
+              ("append 1 short key, batch 16", 16, "append", 1),
+              ("attend of one short query", 1, "attend", 0))),
+    )  # fmt: skip
+
+
+def layer() -> tuple[Case, ...]:
+    """What a layer's step is made of, and the step: of one token at E = 64 and 512, 8 heads."""
+    rotary = Rotary(name="rotary 2k", sets=("layer",), shape=(1, 32, 2048, 128), quick=True,
+                    rivals=("NumPy",))  # fmt: skip
+    merge = Merge(name="merge 8 parts", sets=("layer",), shape=(8, 1, 32, 2048, 128),
+                  rivals=("NumPy",))  # fmt: skip
+    moving = (case.but(beside=(Beside("copy", case.but(copy=True)),)) for case in (rotary, merge))
+    steps = (
+        CacheUse(name=f"layer's step, E {8 * d}", sets=("layer", "overhead"), shape=(1, 8, 64, d),
+                 use="layer", count=1)
+        for d in (8, 64)
+    )  # fmt: skip
+    return *moving, *steps
 
 
 def caches() -> tuple[Case, ...]:
@@ -155,6 +186,7 @@ CASES: tuple[Case, ...] = (
     *softmax(),
     *options(),
     *growth(),
+    *layer(),
     *overhead(),
 )
 

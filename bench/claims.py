@@ -118,6 +118,17 @@ def microseconds(row: Row, results: Results) -> Figure:
     return of.rate(row)
 
 
+def to_plain_call(name: str) -> Callable[[Results], Figure]:
+    """How many times as long a call takes as one of attention on (1, 1, 4, 8)."""
+
+    def of_rows(results: Results) -> Figure:
+        row, plain = of.row_named(results, name), of.row_named(results, "call overhead")
+        times = [None if each is None else of.median(each) for each in (row, plain)]
+        return None if None in times else times[0] / times[1]  # type: ignore[operator]
+
+    return of_rows
+
+
 def largest_memory(row: Row, results: Results) -> Figure:
     value = row["memory"].get(of.OURS)
     return None if value is None else value / 1e6
@@ -191,6 +202,19 @@ CLAIMS = (
     Claim("call overhead: at most 3 us", at("call overhead", microseconds), most=3.0, unit=" us"),
     Claim("call overhead: at least 2 times less than the best rival",
           at("call overhead", best), 2.0),
+    Claim("rotary of one position: at most 2 plain calls",
+          to_plain_call("rotary of one position"), most=2.0),
+    Claim("append of one key: at most 2.5 plain calls",
+          to_plain_call("append 1 short key"), most=2.5),
+    Claim("append of one key to each of 16 items: at most 6 plain calls",
+          to_plain_call("append 1 short key, batch 16"), most=6.0),
+    Claim("attend of one short query: at most 3 plain calls",
+          to_plain_call("attend of one short query"), most=3.0),
+    Claim("a layer's step at E = 64: at most 14 plain calls",
+          to_plain_call("layer's step, E 64"), most=14.0),
+    Claim("rotary 2k: at least 80 % of copying", at("rotary 2k", beside("copy")), 0.8, unit="%"),
+    Claim("merge 8 parts: at least 80 % of copying",
+          at("merge 8 parts", beside("copy")), 0.8, unit="%"),
     Claim("float mask: at least 0.9 of the rate without a mask",
           at("BERT, float mask", beside("no mask")), 0.9),
     Claim("window 1024 of 16k: at least 75 % of the FMA peak, counting what is inside",

@@ -22,6 +22,7 @@ from bench.caches import CacheUse  # noqa: E402
 from bench.kinds import Attention, Product, Skip, Softmax  # noqa: E402
 from bench.report import report  # noqa: E402
 from bench.rivals import RIVALS, matching, rival  # noqa: E402
+from bench.steps import Merge, Moving, Rotary  # noqa: E402
 
 EVERY = [*cases.CASES, *(beside.case for case in cases.CASES for beside in case.beside)]
 
@@ -70,8 +71,19 @@ def test_exact_answers(case):
     elif isinstance(small, Product):
         whole = (np.matmul(*(x.astype(np.float64) for x in arrays.values())),)
     elif isinstance(small, CacheUse):
-        more = small.count if small.use == "append" else 0
+        more = small.count if small.use in ("append", "layer") else 0
         whole = (np.full(small.shape[0], small.shape[2] + more),)
+    elif isinstance(small, Moving) and small.copy:
+        whole = (arrays["x"],)
+    elif isinstance(small, Rotary):
+        half = small.shape[-1] // 2
+        turn = arrays["cos"] + 1j * arrays["sin"]
+        turned = (arrays["x"][..., :half] + 1j * arrays["x"][..., half:]) * turn.astype("c16")
+        whole = (np.concatenate([turned.real, turned.imag], axis=-1),)
+    elif isinstance(small, Merge):
+        logs = arrays["lses"].astype(np.float64)
+        weights = np.exp(logs - np.logaddexp.reduce(logs))
+        whole = (np.einsum("n...,n...d->...d", weights, arrays["outputs"]),)
     else:
         terms = np.exp(arrays["x"].astype(np.float64))
         whole = (terms / terms.sum(-1, keepdims=True),)
@@ -93,6 +105,10 @@ def test_work():
     assert (product.bound, product.work, product.moved) == ("fma", 60, 4 * (6 + 15 + 10))
     assert product.but(shape=(1, 3, 5)).work == 60  # bytes of the weight
     assert Softmax(name="", shape=(2, 3)).work == 48
+    rotary = Rotary(name="", shape=(1, 2, 3, 4))
+    assert (rotary.unit, rotary.work) == ("GB/s", 2 * 4 * 24 + 2 * 4 * 6)  # x, out, and the tables
+    assert Merge(name="", shape=(5, 1, 2, 3, 4)).work == 6 * 4 * (24 + 6)
+    assert rotary.but(copy=True).arrays()["x"].nbytes == rotary.work / 2  # read, and written
 
 
 def test_window_row_counts_the_pairs_that_the_library_sees():

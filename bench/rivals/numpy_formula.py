@@ -9,6 +9,7 @@ import numpy as np
 
 from bench.kinds import Arrays, Attention, Product, Softmax
 from bench.rivals.base import Prepared, Rival, allowed, room_for_scores
+from bench.steps import Merge, Rotary
 
 
 def rows_softmax(scores: np.ndarray) -> np.ndarray:
@@ -60,6 +61,24 @@ class NumPyFormula(Rival):
 
     def product(self, case: Product, arrays: Arrays) -> Prepared:
         return Prepared(partial(np.matmul, arrays["x"], arrays["w"]))
+
+    def rotary(self, case: Rotary, arrays: Arrays) -> Prepared:
+        x, cos, sin = (arrays[name] for name in ("x", "cos", "sin"))
+        a, b = np.split(x, 2, axis=-1)
+
+        def call() -> np.ndarray:
+            return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+        return Prepared(call)
+
+    def merge(self, case: Merge, arrays: Arrays) -> Prepared:
+        outputs, lses = arrays["outputs"], arrays["lses"]
+
+        def call() -> tuple[np.ndarray, np.ndarray]:
+            lse = np.logaddexp.reduce(lses)
+            return (np.exp(lses - lse)[..., None] * outputs).sum(axis=0), lse
+
+        return Prepared(call, tuple)
 
     def softmax(self, case: Softmax, arrays: Arrays) -> Prepared:
         return Prepared(partial(out_of_place, arrays["x"]))

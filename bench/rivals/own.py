@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import qkv_ext
 from bench.caches import Cached, CacheUse
 from bench.kinds import Arrays, Attention, Case, Product, Softmax
 from bench.rivals.base import Prepared, Rival
+from bench.steps import Merge, Rotary
 
 
 class Own(Rival):
@@ -57,10 +59,24 @@ class Own(Rival):
         cache = _filled(case.shape[0], arrays["k"], arrays["v"], case.stored, case.shape[4])
         return Prepared(partial(cache.attend, arrays["q"], **self._run(case)))
 
+    def rotary(self, case: Rotary, arrays: Arrays) -> Prepared:
+        x, *tables = (arrays[name] for name in ("x", "cos", "sin"))
+        if case.overhead:
+            return Prepared(partial(qkv_ext.apply_rotary, x, *tables))
+        out = np.empty_like(x)
+        return Prepared(partial(qkv_ext.apply_rotary, x, *tables, out=out, **self._run(case)))
+
+    def merge(self, case: Merge, arrays: Arrays) -> Prepared:
+        parts: Any = [list(arrays[name]) for name in ("outputs", "lses")]
+        options: dict[str, Any] = {} if case.overhead else self._run(case)
+        return Prepared(partial(qkv_ext.merge_attention, *parts, **options), tuple)
+
     def use(self, case: CacheUse, arrays: Arrays) -> Prepared:
         kv = arrays["kv"]
         cache = _filled(case.shape[0], kv, kv, "float32", case.shape[2])
         more = kv[:, :, : case.count]
+        step = _step(case, cache, self.threads) if case.use == "layer" else None
+        query = kv[:, :, :1]
         pairs = [n // 2 * 2 for n in range(case.shape[0])]
         times = max(1, min(100, 4096 // max(case.count, 1)))
         turns = itertools.cycle(range(times))
@@ -70,13 +86,29 @@ class Own(Rival):
                 return cache.fork()
             if case.use == "reorder":
                 cache.reorder(pairs)
+            elif case.use == "attend":
+                cache.attend(query)
             else:
                 if next(turns) == 0:
                     cache.truncate(case.shape[2])
-                cache.append(more, more)
+                if step is None:
+                    cache.append(more, more)
+                else:
+                    step()
             return cache
 
         return Prepared(call, lambda result: (result.lengths,))
+
+
+def _step(case: CacheUse, cache: qkv_ext.KVCache, threads: int) -> Callable[[], Any]:
+    """One token through a layer of random weights, with its rotary embedding."""
+    batch, heads, s, d = case.shape
+    rng = np.random.default_rng(7)
+    weights = rng.standard_normal((4, heads * d, heads * d), np.float32)
+    layer = qkv_ext.MultiHeadAttention(*weights, num_heads=heads)
+    x = rng.standard_normal((batch, 1, heads * d), np.float32)
+    rotary = qkv_ext.rotary_tables(s + 4096, d)
+    return partial(layer, x, cache=cache, rotary=rotary, threads=threads)
 
 
 def _filled(batch: int, k: np.ndarray, v: np.ndarray, stored: str, length: int) -> qkv_ext.KVCache:
