@@ -42,6 +42,7 @@ cdef enum:
     MOST_AT_ONCE = 1 << 22  # numbers between two looks at the signals,
     FEW_COLUMNS = 64     # but of no fewer columns than these
     LARGE = 1 << 24      # bytes of parts that no cache holds
+    HUGE = 1 << 21       # bytes of a huge page
 
 
 # Where the rows of a part lie, or those of the result.
@@ -212,7 +213,7 @@ cdef void join_axes(Call *call, const Py_buffer *lse) noexcept nogil:
 
 cdef int run(Call *call, const Py_buffer *views, bint blhd, int threads) except -1:
     """Views are those of the parts and the result, x and lse in turn."""
-    cdef Py_ssize_t i, tasks
+    cdef Py_ssize_t i, tasks, grain = 1
     cdef const Py_buffer *x = views + 2 * call.count
     cdef const Py_buffer *lse = x + 1
     cdef double size = size_of_desk(call.count)
@@ -229,6 +230,9 @@ cdef int run(Call *call, const Py_buffer *views, bint blhd, int threads) except 
     call.size = x.itemsize
     call.piece = max(FEW_COLUMNS, MOST_AT_ONCE // call.count // 64 * 64)
     call.large = <double> x.len * call.count >= LARGE
+    if call.large:  # a thread fills whole huge pages of a result that nobody touched before
+        grain = max(1, min(HUGE // max(1, call.per_task * call.n * call.size),
+                           tasks // (4 * threads)))
     call.desks = <char *> scratch(size * threads + (call.count + 1.0) * sizeof(Part))
     try:
         call.desk_size = <size_t> size
@@ -237,7 +241,7 @@ cdef int run(Call *call, const Py_buffer *views, bint blhd, int threads) except 
             lay_part(call.parts + i, views + 2 * i, views + 2 * i + 1, blhd)
         join_axes(call, lse)
         with nogil:
-            parallel_for(run_task, call, tasks, 1, threads)
+            parallel_for(run_task, call, tasks, grain, threads)
     finally:
         release(call.desks)
     return 0

@@ -233,12 +233,14 @@ cdef Py_ssize_t prepare(Call *call, int isa, int kind, bint interleaved, const V
 cdef int run(int isa, int kind, bint interleaved, const Views *v, bint blhd,
              int threads) except -1:
     cdef Call call
-    cdef Py_ssize_t count = prepare(&call, isa, kind, interleaved, v, blhd)
+    cdef Py_ssize_t count = prepare(&call, isa, kind, interleaved, v, blhd), grain = 1
     if v.x.len < SMALL_WORK * call.size:
         threads = 1
     if count:
+        if call.ahead:  # a thread fills whole huge pages of a result that nobody touched before
+            grain = max(1, min(call.position_blocks, count // (4 * threads)))
         with nogil:
-            parallel_for(run_task, &call, count, 1, threads)
+            parallel_for(run_task, &call, count, grain, threads)
     return 0
 
 
