@@ -27,7 +27,7 @@ SOURCES = (  # patterns, from the root of the tree; src/*.c is what Cython makes
     "setup.py",
     "qkv_ext/*.pxd",
     "src/*.pyx",
-    "src/*.pxi",
+    "src/*.pxd",
     "src/*.h",
     "src/kernels/*.c",
     "src/kernels/*.h",

@@ -7,6 +7,10 @@ The C side is documented in src/kernels/kernels.h and src/kernels/pool.h.
 from libc.stdint cimport uint8_t, uint16_t
 
 
+cdef extern from "build.h":
+    const char qkv_build[]  # which each module has as BUILD: _build.py explains it
+
+
 cdef extern from "kernels.h" nogil:
     const Py_ssize_t PANEL
     const Py_ssize_t TILE

@@ -21,25 +21,32 @@ however many the rows, so that many rows at once have the bits of one row at a t
 What is chosen by shape (blocks, splits, panels or not) is chosen for each item from its own
 lengths: never from the batch, the padding or the number of threads.
 
-kernels.h has the arithmetic of a tile, plan.pxi the choices, keys.pxi where keys and values lie,
-tiles.pxi the walk over the tiles, rows.pxi the beginning and the end of a row, parts.pxi what
-becomes of splits, and exact.pxi the rows whose numbers are not all finite.
+kernels.h has the arithmetic of a tile, types.pxd the structs and which .pxd has what; here are the
+tasks, the call with its arrays and the GIL.
 """
 
 from cpython.buffer cimport (
     PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_IsContiguous, PyBuffer_Release, PyObject_GetBuffer,
 )
 cimport cython
-from libc.math cimport INFINITY, NAN, exp, expf, isfinite, isnan, logf, sqrt
-from libc.stdint cimport int64_t, uint8_t, uint16_t
-from libc.string cimport memcpy, memset
+from libc.math cimport sqrt
+from libc.stdint cimport int64_t
+from libc.string cimport memset
 
 from qkv_ext._kernels cimport (
-    HARDLY_LARGER, LANES, PANEL, QKV_BFLOAT16, QKV_FLOAT16, QKV_FLOAT32, QKV_INT8, QKV_MINUS,
-    QKV_PLUS, TILE, free_order, new_order, parallel_for, qkv_correction, qkv_enter_float_mode,
-    qkv_float_mode, qkv_kernels, qkv_leave_float_mode, qkv_magnitude, qkv_order, qkv_prefetch,
-    qkv_row, qkv_run, release, scratch, stopped, table, take_turn, wait_turn,
+    QKV_BFLOAT16, QKV_FLOAT16, QKV_FLOAT32, QKV_INT8, TILE, free_order, new_order, parallel_for,
+    qkv_build, qkv_enter_float_mode, qkv_float_mode, qkv_leave_float_mode, qkv_run, release,
+    scratch, table, take_turn, wait_turn,
 )
+
+from src.types cimport AS_IT_IS, Call, Desk, Item, Part, Place
+from src.plan cimport find_place, plan
+from src.arena cimport lay_desk, lay_left_over, lay_part
+from src.nonfinite cimport look_at_values
+from src.rows cimport fill_absent, finish_rows, start_rows
+from src.tiles cimport walk
+from src.splits cimport leave_part, retire_part, walk_split, walk_splits
+from src.exact cimport redo_rows, redo_unit
 
 import sys
 
@@ -47,19 +54,14 @@ import numpy
 
 from qkv_ext._problem import OPEN as NO_LIMIT
 
-include "build.pxi"
+BUILD = qkv_build.decode()
 
 
 cdef enum:
-    SPLIT = 1024         # keys of a split, a multiple of TILE
-    FEW_ROWS = 8         # up to here dot products with the rows of K beat packing them
-    ROWS = 132           # query rows of a task: their scores stay in the second-level cache,
-    ORDERED_ROWS = 48    # fewer where rows see different keys
     SLOTS = 4            # parts that may wait for their left neighbour, per thread
     SMALL_WORK = 400000  # multiplications below which no other thread is woken up
 
 cdef double MOST_FLOATS = 1e17
-cdef float LARGE_REACH = 2.0 ** 60  # of a query: below it only scales that large are beyond float32
 cdef Py_ssize_t OPEN = min(NO_LIMIT, sys.maxsize // 4)
 cdef dict STORAGE = {"float32": QKV_FLOAT32, "float16": QKV_FLOAT16, "bfloat16": QKV_BFLOAT16,
                      "int8": QKV_INT8}
@@ -68,160 +70,7 @@ cdef object ndarray = numpy.ndarray
 cdef object empty = numpy.empty
 
 
-# One item: its arrays from its own first row on, its rules, and its plan.
-cdef struct Item:
-    const char *q
-    const char *k
-    const char *v
-    const int64_t *pages  # where a KVCache has its keys, or NULL: see keys.pxi
-    const char *mask     # or NULL
-    char *out
-    char *weights        # or NULL
-    char *lse            # or NULL
-    const float *slopes  # [heads] or NULL
-    Py_ssize_t L, S      # its own lengths
-    Py_ssize_t room      # rows that are its own, of which L are there
-    Py_ssize_t shift     # query i stands at key i + shift
-    Py_ssize_t block, blocks, splits
-    Py_ssize_t passes    # splits that a task walks one after the other
-    bint direct          # dot products with the rows of K, no panels
-    Py_ssize_t first_task, first_part
-
-
-# Rows of split items that are to be computed once more, when all splits are merged: see exact.pxi.
-cdef struct Leftover:
-    Py_ssize_t count     # of units that have some
-    Py_ssize_t *tasks    # [units], the first task of each
-    uint8_t *todo        # [units, block], as on a desk
-    uint8_t *nonfinite_v  # [units, block], as in a part
-    float *max           # [units, block]
-    float *sum           # [units, block]
-
-
-cdef struct Call:
-    const qkv_kernels *ops
-    # the problem; strides in bytes
-    Py_ssize_t heads, kv_heads, group, S, D, Dv
-    Py_ssize_t q_head, q_row, k_head, k_row, v_head, v_row, out_head, out_row
-    Py_ssize_t mask_head, mask_row, mask_step, weights_head, weights_row, lse_head, lse_row
-    int kind             # of q and out: QKV_FLOAT32, QKV_FLOAT16 or QKV_BFLOAT16
-    int stored           # of k and v: that, or QKV_INT8
-    Py_ssize_t page      # keys of a page, 0 where k and v are arrays
-    bint large_scales    # of int8 keys: see overflows
-    bint bool_mask
-    const float *sinks   # [heads] or NULL
-    float scale, softcap
-    Py_ssize_t left, right
-    # the plan
-    Item *items
-    Py_ssize_t count     # of items
-    Py_ssize_t block     # the largest block of rows
-    Py_ssize_t keys      # keys that panels hold at most
-    Py_ssize_t longest   # keys of the longest item
-    bint absent          # some items have fewer rows than there is room for
-    Py_ssize_t parts     # tasks of items with more than one split
-    Py_ssize_t units     # blocks of rows that these tasks belong to
-    Py_ssize_t tasks
-    Py_ssize_t stride    # from a task to the one that its worker most likely takes next
-    # working memory: one Desk per worker, and the parts that wait
-    char *desks
-    size_t desk_size
-    char *waiting
-    size_t part_size
-    Py_ssize_t slots
-    qkv_order *order
-    Leftover left_over   # of the splits
-
-
-# What a split leaves behind: unnormalised sums of a block of rows.
-cdef struct Part:
-    float *sums          # [block, Dv]
-    float *max           # [block]
-    float *sum           # [block]
-    uint8_t *nonfinite_v  # [block], MET and SEEN: what V has to do with it; LARGE: int8 keys
-
-
-# A worker's memory.
-cdef struct Desk:
-    Part part
-    Part total           # of the splits so far, where a task walks several
-    float *q             # [block, D], scaled
-    float reach          # what they make of an int8 key of scale 1, or more
-    float *scores        # [block, TILE] TILE + LANES
-    float *factor        # [block]
-    float *ones          # [block]
-    float *scales        # [block], the scale for every row
-    float *panels        # K of a head, or of a tile: [keys / PANEL] panels
-    float *k_rows        # [TILE, D], a tile of K that is stored in 16 bits
-    float *v_rows        # [TILE, Dv], a tile of V that is, or with its non-finite entries as 0
-    float *v_codes       # [TILE, Dv], what these are
-    float *v_scale       # [TILE + LANES], the scales of such a tile in int8
-    float *values        # [block, Dv], output rows before they are rounded to 16 bits
-    uint8_t *todo        # [block], what is to be done yet for a row: DONE, PENDING, ...
-    float *top           # [block], the maximum of a row, its sink among the scores,
-    float *inverse       # [block], and 1 over its denominator
-    float *admitted      # [block, TILE] TILE + LANES, the weights of keys whose V is not finite
-    float *met           # [block, Dv], the sums of their codes
-    Py_ssize_t *start    # [block], the first column of the tile that a group of rows needs,
-    Py_ssize_t *end      # [block], and the end of them, 0 for none; at the group's first row
-    uint8_t *packed      # [tiles], which tiles of the head are in panels
-    qkv_row *rows        # [block]
-    Py_ssize_t *head     # the head that panels belongs to, -1 for none
-
-
-# Where a task stands.
-cdef struct Place:
-    const Item *item
-    Py_ssize_t head      # item and key/value head as one number
-    Py_ssize_t kv_head, first_row, m, split
-    Py_ssize_t part      # its number among the tasks of split items
-    Py_ssize_t first_key, end_key  # of its split
-    const char *k
-    const char *v
-    bint scaled          # int8 keys with their scales, before the product
-
-
-include "plan.pxi"
-include "keys.pxi"
-include "tiles.pxi"
-include "rows.pxi"
-include "parts.pxi"
-include "exact.pxi"
-
-
 # ---- tasks --------------------------------------------------------------------------------------
-
-cdef void find_place(const Call *call, Py_ssize_t index, Place *at) noexcept nogil:
-    """The item that holds the task, by bisection, then head, block and split within it."""
-    cdef Py_ssize_t low = 0, high = call.count, middle, unit, block
-    cdef const Item *item
-    while high - low > 1:
-        middle = (low + high) // 2
-        if call.items[middle].first_task <= index:
-            low = middle
-        else:
-            high = middle
-    item = &call.items[low]
-    index -= item.first_task
-    unit = index // item.splits
-    block = unit % item.blocks
-    if call.right < item.S:
-        block = item.blocks - 1 - block  # in causal order the longest first
-    at.item = item
-    at.split = index % item.splits
-    at.part = item.first_part + index
-    at.kv_head = unit // item.blocks
-    at.head = low * call.kv_heads + at.kv_head
-    at.first_row = block * item.block
-    at.m = min(item.block, item.L * call.group - at.first_row)
-    at.k = item.k + at.kv_head * call.k_head
-    at.v = item.v + at.kv_head * call.v_head
-    at.scaled = False
-    at.first_key, at.end_key = 0, item.S
-    if item.splits > 1:
-        at.first_key = at.split * SPLIT
-        at.end_key = min(item.S, at.first_key + SPLIT)
-
 
 cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil:
     cdef const Call *call = <const Call *> job
@@ -495,4 +344,53 @@ cdef int attend(problem, int isa) except -1:
     return 0
 
 
-include "plain.pxi"
+# ---- the plain call -----------------------------------------------------------------------------
+
+cdef inline bint is_plain(array) noexcept:
+    return type(array) is ndarray and array.dtype is float32
+
+
+cdef bint fit(Views *x) noexcept:
+    """Whether q, k and v are aligned and contiguous, of rank 4, and of shapes that go together."""
+    cdef Py_buffer *views[3]
+    cdef int n
+    views[0], views[1], views[2] = &x.q, &x.k, &x.v
+    for n in range(3):
+        if (views[n].ndim != 4 or views[n].len == 0 or <size_t> views[n].buf % sizeof(float)
+                or not PyBuffer_IsContiguous(views[n], b"C")):
+            return False
+    return (x.q.shape[0] == x.k.shape[0] and x.q.shape[3] == x.k.shape[3] > 0
+            and x.k.shape[1] > 0 and x.q.shape[1] % x.k.shape[1] == 0
+            and x.k.shape[0] == x.v.shape[0] and x.k.shape[1] == x.v.shape[1]
+            and x.k.shape[2] == x.v.shape[2] and x.k.shape[3] == x.v.shape[3])
+
+
+cdef plain(int isa, q, k, v, bint causal, int threads):
+    """The output of a call without options, where q, k and v can be taken as they are, else None.
+
+    Three quarters of a small call are the checks in Python; what this recognises needs none.
+    """
+    cdef Call call
+    cdef Views x
+    cdef qkv_float_mode found
+    if not (is_plain(q) and is_plain(k) and is_plain(v)):
+        return None
+    memset(&call, 0, sizeof(Call))
+    memset(&x, 0, sizeof(Views))
+    found = qkv_enter_float_mode()
+    try:
+        PyObject_GetBuffer(q, &x.q, PyBUF_STRIDES)
+        PyObject_GetBuffer(k, &x.k, PyBUF_STRIDES)
+        PyObject_GetBuffer(v, &x.v, PyBUF_STRIDES)
+        if not fit(&x):
+            return None
+        out = empty(q.shape, float32)
+        PyObject_GetBuffer(out, &x.out, PyBUF_STRIDES | PyBUF_WRITABLE)
+        call.ops = table(isa)
+        call.scale = <float> (1.0 / sqrt(<double> x.q.shape[3]))
+        call.left, call.right = OPEN, 0 if causal else OPEN
+        compute(&call, &x, x.k.shape[2] - x.q.shape[2], threads)
+        return out
+    finally:
+        let_go(&x)
+        qkv_leave_float_mode(found)

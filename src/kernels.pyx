@@ -4,7 +4,7 @@
 
 from cpython.buffer cimport PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 
-include "build.pxi"
+BUILD = qkv_build.decode()
 
 cdef extern from "Python.h":
     int PyErr_CheckSignals() noexcept

@@ -20,7 +20,7 @@ cimport cython
 from libc.string cimport memcpy, memset
 
 from qkv_ext._kernels cimport (
-    PANEL, TILE, parallel_for, qkv_enter_float_mode, qkv_float_mode, qkv_kernels,
+    PANEL, TILE, parallel_for, qkv_build, qkv_enter_float_mode, qkv_float_mode, qkv_kernels,
     qkv_leave_float_mode, qkv_run, release, scratch, stopped, table,
 )
 
@@ -28,7 +28,7 @@ import numpy
 
 from qkv_ext._arrays import MOST as MOST_AXES
 
-include "build.pxi"
+BUILD = qkv_build.decode()
 
 
 cdef int MOST = MOST_AXES

@@ -18,15 +18,16 @@ from libc.string cimport memcpy, memset
 cimport cython
 
 from qkv_ext._kernels cimport (
-    QKV_BFLOAT16, QKV_FLOAT16, QKV_FLOAT32, parallel_for, qkv_enter_float_mode, qkv_float_mode,
-    qkv_kernels, qkv_leave_float_mode, qkv_prefetch, qkv_run, qkv_stream_end, stopped, table,
+    QKV_BFLOAT16, QKV_FLOAT16, QKV_FLOAT32, parallel_for, qkv_build, qkv_enter_float_mode,
+    qkv_float_mode, qkv_kernels, qkv_leave_float_mode, qkv_prefetch, qkv_run, qkv_stream_end,
+    stopped, table,
 )
 
 import numpy
 
 from qkv_ext._arrays import MOST as MOST_AXES
 
-include "build.pxi"
+BUILD = qkv_build.decode()
 
 
 cdef int MOST = MOST_AXES

@@ -14,15 +14,15 @@ cimport cython
 from libc.math cimport INFINITY, isnan
 
 from qkv_ext._kernels cimport (
-    parallel_for, qkv_enter_float_mode, qkv_float_mode, qkv_kernels, qkv_leave_float_mode, qkv_run,
-    stopped, table,
+    parallel_for, qkv_build, qkv_enter_float_mode, qkv_float_mode, qkv_kernels,
+    qkv_leave_float_mode, qkv_run, stopped, table,
 )
 
 import numpy
 
 from qkv_ext._arrays import MOST as MOST_AXES
 
-include "build.pxi"
+BUILD = qkv_build.decode()
 
 
 cdef int MOST = MOST_AXES

@@ -131,12 +131,12 @@ def test_one_id_for_one_tree(tmp_path):
     for name in ("qkv_ext", "src"):
         shutil.copytree(TREE / name, tmp_path / name, ignore=kept, copy_function=shutil.copyfile)
     shutil.copyfile(TREE / "setup.py", tmp_path / "setup.py")
-    for name in ("attention.c", ".#plan.pxi", "matmul.html"):
+    for name in ("attention.c", ".#plan.pxd", "matmul.html"):
         (tmp_path / "src" / name).write_text("made by a tool\n")
     (tmp_path / "setup.py").write_bytes((TREE / "setup.py").read_bytes().replace(b"\n", b"\r\n"))
     build = _build.of_tree(TREE)
     assert _build.of_tree(tmp_path) == build
-    for name in ("src/plan.pxi", "src/kernels/pool.h", "src/kernels/avx2.c", "qkv_ext/_rules.py"):
+    for name in ("src/plan.pxd", "src/kernels/pool.h", "src/kernels/avx2.c", "qkv_ext/_rules.py"):
         with (tmp_path / name).open("a") as file:
             file.write("\n")
         assert _build.of_tree(tmp_path) != build

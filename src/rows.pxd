@@ -1,30 +1,17 @@
-# The query rows of a task: where they come from, what they may see, and how they end.
-# Part of attention.pyx.
+# cython: language_level=3, cdivision=True
+"""The beginning and the end of a row: where it comes from, and how it ends."""
 
-cdef inline void first_row(const Call *call, const Place *at, Py_ssize_t *h,
-                           Py_ssize_t *i) noexcept nogil:
-    """Head and position in the item of the first row of a task."""
-    i[0] = at.first_row // call.group
-    h[0] = at.kv_head * call.group + at.first_row % call.group
+from libc.math cimport INFINITY, NAN, exp, expf, isfinite, isnan, logf
+from libc.stdint cimport uint16_t, uint8_t
+from libc.string cimport memset
 
+from qkv_ext._kernels cimport QKV_FLOAT32, QKV_INT8, qkv_row, qkv_run, stopped
 
-cdef inline void next_row(const Call *call, const Place *at, Py_ssize_t *h,
-                          Py_ssize_t *i) noexcept nogil:
-    """Those of the row after: the next head of the group, or the first one of the next position."""
-    h[0] += 1
-    if h[0] == (at.kv_head + 1) * call.group:
-        h[0] -= call.group
-        i[0] += 1
+from src.types cimport Call, DONE, Desk, Item, PENDING, Part, Place, TO_SCORE, TO_WEIGH
+from src.rules cimport alike, allowed, first_row, next_row, overflows, reach_of, sees_any
 
 
-cdef inline Py_ssize_t alike(const Call *call, const Place *at, Py_ssize_t r) noexcept nogil:
-    """How many rows of a task lie evenly from row r on: all, or those of the heads of a group."""
-    if call.group == 1:
-        return at.m - r
-    return min(at.m - r, call.group - (at.first_row + r) % call.group)
-
-
-cdef void gather_rows(const Call *call, const Place *at, Desk *desk) noexcept nogil:
+cdef inline void gather_rows(const Call *call, const Place *at, Desk *desk) noexcept nogil:
     """The query rows of a task side by side, as floats, scaled."""
     cdef Py_ssize_t r = 0, i, h, n
     cdef Py_ssize_t stride = call.q_row if call.group == 1 else call.q_head
@@ -46,7 +33,7 @@ cdef void gather_rows(const Call *call, const Place *at, Desk *desk) noexcept no
         r += n
 
 
-cdef void start_rows(const Call *call, const Place *at, Desk *desk) noexcept nogil:
+cdef inline void start_rows(const Call *call, const Place *at, Desk *desk) noexcept nogil:
     """Gather the scaled query rows of a task, and what each of them is allowed to see."""
     cdef const Item *item = at.item
     cdef const char *mask_row
@@ -80,29 +67,39 @@ cdef void start_rows(const Call *call, const Place *at, Desk *desk) noexcept nog
             row.scores = <float *> (item.weights + h * call.weights_head + i * call.weights_row)
 
 
-cdef inline float reach_of(const Call *call, const float *q, Py_ssize_t m) noexcept nogil:
-    """More than the products of m query rows with a key of integers can add up to."""
-    return 128.0 * call.D * qkv_magnitude(q, m * call.D)
+cdef inline float *lse_of(const Call *call, const Place *at, Py_ssize_t h,
+                          Py_ssize_t i) noexcept nogil:
+    return <float *> (at.item.lse + h * call.lse_head + i * call.lse_row)
 
 
-cdef inline bint allowed(const qkv_row *row, Py_ssize_t j) noexcept nogil:
-    """Whether the row may see key j: the rules that softmax_tile applies, for one key."""
-    return (row.lo <= j < row.hi
-            and (row.keep == NULL or row.keep[j * row.mask_step])
-            and (row.bias == NULL or row.bias[j * row.mask_step] != -INFINITY))
+cdef inline float *row_out(const Call *call, const Place *at, Desk *desk, Py_ssize_t r,
+                           Py_ssize_t h, Py_ssize_t i) noexcept nogil:
+    """Where the floats of an output row go: to the output, unless that is of 16 bits."""
+    if call.kind != QKV_FLOAT32:
+        return desk.values + r * call.Dv
+    return <float *> (at.item.out + h * call.out_head + i * call.out_row)
 
 
-cdef void extent(const qkv_row *rows, Py_ssize_t m, Py_ssize_t *lo, Py_ssize_t *hi) noexcept nogil:
-    """The keys lo <= j < hi that any of m rows may see; lo == hi where there are none."""
-    cdef Py_ssize_t r
-    lo[0] = hi[0] = 0
-    for r in range(m):
-        if rows[r].lo < rows[r].hi:
-            lo[0] = rows[r].lo if hi[0] == 0 else min(lo[0], rows[r].lo)
-            hi[0] = max(hi[0], rows[r].hi)
+cdef inline void store_row(const Call *call, const Place *at, Desk *desk, Py_ssize_t r,
+                           Py_ssize_t h, Py_ssize_t i) noexcept nogil:
+    """An output row of 16 bits, from its floats."""
+    if call.kind != QKV_FLOAT32:
+        call.ops.narrow(call.kind, desk.values + r * call.Dv,
+                        <uint16_t *> (at.item.out + h * call.out_head + i * call.out_row), call.Dv)
 
 
-cdef bint find_factors(const Call *call, const Place *at, Desk *desk, bint again) noexcept nogil:
+cdef inline void write_weights(const Call *call, qkv_row *row, float top,
+                               float factor) noexcept nogil:
+    """The weights of a row in the place of its scores, once."""
+    if row.scores != NULL:
+        call.ops.weights(row.scores + row.lo, top, factor, row.scores + row.lo, row.hi - row.lo)
+        memset(row.scores, 0, row.lo * sizeof(float))
+        memset(row.scores + row.hi, 0, (call.S - row.hi) * sizeof(float))
+        row.scores = NULL
+
+
+cdef inline bint find_factors(const Call *call, const Place *at, Desk *desk,
+                              bint again) noexcept nogil:
     """factor = 1 / sum for every row, with sinks, and lse; returns whether the sums settle all.
 
     NaN for a row that summed up nothing, most often for want of an allowed key.
@@ -123,7 +120,7 @@ cdef bint find_factors(const Call *call, const Place *at, Desk *desk, bint again
         if call.sinks != NULL:
             sink = call.sinks[h]
             fine = fine and isfinite(top) and not (isnan(sink) or sink == INFINITY)
-            if fine and sink > top + 80.0:  # a factor that is subnormal: see exact.pxi
+            if fine and sink > top + 80.0:  # a factor that is subnormal: see exact.pxd
                 fine = False
             elif fine and sink > top:
                 factor = <float> exp(<double> top - sink)  # one error for all: none of its own
@@ -138,12 +135,7 @@ cdef bint find_factors(const Call *call, const Place *at, Desk *desk, bint again
     return settled
 
 
-cdef inline float *lse_of(const Call *call, const Place *at, Py_ssize_t h,
-                          Py_ssize_t i) noexcept nogil:
-    return <float *> (at.item.lse + h * call.lse_head + i * call.lse_row)
-
-
-cdef bint scale_rows(const Call *call, const Place *at, Desk *desk) noexcept nogil:
+cdef inline bint scale_rows(const Call *call, const Place *at, Desk *desk) noexcept nogil:
     """out = factor sums for all rows of a task; returns whether every one of them is finite."""
     cdef Py_ssize_t r = 0, i, h, n
     cdef Py_ssize_t stride = call.out_row if call.group == 1 else call.out_head
@@ -164,8 +156,8 @@ cdef bint scale_rows(const Call *call, const Place *at, Desk *desk) noexcept nog
     return fine
 
 
-cdef bint finish_rows(const Call *call, const Place *at, Desk *desk, bint again, int worker,
-                      qkv_run *run) noexcept nogil:
+cdef inline bint finish_rows(const Call *call, const Place *at, Desk *desk, bint again, int worker,
+                             qkv_run *run) noexcept nogil:
     """out = sums / sum, with sinks, weights and lse; returns whether no row has more to do.
 
     A row that summed up nothing is settled; one whose sums are not finite is pending.
@@ -203,32 +195,51 @@ cdef bint finish_rows(const Call *call, const Place *at, Desk *desk, bint again,
     return right
 
 
-cdef inline float *row_out(const Call *call, const Place *at, Desk *desk, Py_ssize_t r,
-                           Py_ssize_t h, Py_ssize_t i) noexcept nogil:
-    """Where the floats of an output row go: to the output, unless that is of 16 bits."""
-    if call.kind != QKV_FLOAT32:
-        return desk.values + r * call.Dv
-    return <float *> (at.item.out + h * call.out_head + i * call.out_row)
+cdef inline void settle_row(const Call *call, const Place *at, Desk *desk, Py_ssize_t r,
+                            Py_ssize_t h, Py_ssize_t i, float *out) noexcept nogil:
+    """A row by its maximum and its denominator: done, or what is to be done.
+
+    Its lse and its weights are final with them.
+    """
+    cdef qkv_row *row = &desk.rows[r]
+    cdef float sink = -INFINITY if call.sinks == NULL else call.sinks[h]
+    cdef float top = desk.part.max[r], total = desk.part.sum[r], lse, value = 0.0
+    cdef Py_ssize_t j
+    if overflows(call, at, desk, r):
+        desk.todo[r] = TO_SCORE
+        return
+    desk.todo[r] = DONE
+    desk.top[r] = desk.inverse[r] = 0.0
+    if total == 0.0 and not sees_any(row):
+        lse = sink
+        write_weights(call, row, 0.0, 0.0)
+    else:
+        if call.sinks != NULL:
+            top = top if sink < top else sink
+            total = total * expf(desk.part.max[r] - top) + expf(sink - top)
+        lse = top + logf(total)
+        if total > 0.0 and isfinite(top):
+            desk.todo[r] = TO_SCORE if at.scaled else TO_WEIGH
+            desk.top[r], desk.inverse[r] = top, 1.0 / total
+            write_weights(call, row, top, desk.inverse[r])
+        elif call.stored == QKV_INT8 and not at.scaled:
+            # a score of integers may be infinite where the formula's is not
+            desk.todo[r] = TO_SCORE
+            return
+        else:
+            value = lse = NAN
+            if row.scores != NULL:
+                for j in range(call.S):
+                    row.scores[j] = NAN if allowed(row, j) else 0.0
+                row.scores = NULL
+    if desk.todo[r] == DONE:
+        for j in range(call.Dv):
+            out[j] = value
+    if at.item.lse != NULL:
+        lse_of(call, at, h, i)[0] = lse
 
 
-cdef inline void store_row(const Call *call, const Place *at, Desk *desk, Py_ssize_t r,
-                           Py_ssize_t h, Py_ssize_t i) noexcept nogil:
-    """An output row of 16 bits, from its floats."""
-    if call.kind != QKV_FLOAT32:
-        call.ops.narrow(call.kind, desk.values + r * call.Dv,
-                        <uint16_t *> (at.item.out + h * call.out_head + i * call.out_row), call.Dv)
-
-
-cdef void write_weights(const Call *call, qkv_row *row, float top, float factor) noexcept nogil:
-    """The weights of a row in the place of its scores, once."""
-    if row.scores != NULL:
-        call.ops.weights(row.scores + row.lo, top, factor, row.scores + row.lo, row.hi - row.lo)
-        memset(row.scores, 0, row.lo * sizeof(float))
-        memset(row.scores + row.hi, 0, (call.S - row.hi) * sizeof(float))
-        row.scores = NULL
-
-
-cdef void fill_absent(void *job, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil:
+cdef inline void fill_absent(void *job, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil:
     """Rows past the item's own length are no rows: output 0, weights 0, lse -inf."""
     cdef const Call *call = <const Call *> job
     cdef const Item *item = &call.items[index // call.heads]

@@ -1,14 +1,23 @@
-# Where keys and values lie, and how a tile of them is made ready for a product.
-# Part of attention.pyx.
-#
-#    arrays     rows of K and V, in float32 or 16 bits.  K becomes panels, 16 bits become floats.
-#    pages      of a KVCache: P keys of an item each, four addresses a page:
-#                 k        (Hkv, P / 64, D, 64)  panels
-#                 v        (Hkv, P Dv)           blocks of 64 columns one after the other: rows
-#                                                [P, 64] each, the last as wide as what is left
-#                 k_scale  (Hkv, P), v_scale     int8 only
-#               Few rows of queries are multiplied with them as they are stored; for more they
-#               become floats first, with the same bits.
+# cython: language_level=3, cdivision=True
+"""Where keys and values lie, and how a tile of them is made ready for a product.
+
+   arrays     rows of K and V, in float32 or 16 bits.  K becomes panels, 16 bits become floats.
+   pages      of a KVCache: P keys of an item each, four addresses a page:
+                k        (Hkv, P / 64, D, 64)  panels
+                v        (Hkv, P Dv)           blocks of 64 columns one after the other: rows
+                                               [P, 64] each, the last as wide as what is left
+                k_scale  (Hkv, P), v_scale     int8 only
+              Few rows of queries are multiplied with them as they are stored; for more they
+              become floats first, with the same bits.
+"""
+
+from libc.math cimport isfinite
+from libc.stdint cimport int64_t
+
+from qkv_ext._kernels cimport LANES, PANEL, QKV_FLOAT32, QKV_INT8, QKV_MINUS, QKV_PLUS, TILE
+
+from src.types cimport Call, Desk, FEW_ROWS, Place
+
 
 # A tile of K or V, as it is multiplied with.
 cdef struct Tile:
@@ -27,9 +36,9 @@ cdef inline Py_ssize_t size_of(int kind) noexcept nogil:
     return 4 if kind == QKV_FLOAT32 else 1 if kind == QKV_INT8 else 2
 
 
-cdef const float *rows_of(const Call *call, const char *base, Py_ssize_t stride,
-                          Py_ssize_t first, Py_ssize_t n, Py_ssize_t width, float *copy,
-                          Py_ssize_t *ld) noexcept nogil:
+cdef inline const float *rows_of(const Call *call, const char *base, Py_ssize_t stride,
+                                 Py_ssize_t first, Py_ssize_t n, Py_ssize_t width, float *copy,
+                                 Py_ssize_t *ld) noexcept nogil:
     """n rows of an array as floats: in place, or widened into the copy; ld is their distance."""
     if call.stored == QKV_FLOAT32:
         ld[0] = stride // <Py_ssize_t> sizeof(float)
@@ -40,9 +49,10 @@ cdef const float *rows_of(const Call *call, const char *base, Py_ssize_t stride,
     return copy
 
 
-cdef void times_product(const Call *call, int kind, const float *a, Py_ssize_t lda, const char *b,
-                        Py_ssize_t ldb, float *c, Py_ssize_t ldc, const float *keep, Py_ssize_t m,
-                        Py_ssize_t n, Py_ssize_t k) noexcept nogil:
+cdef inline void times_product(const Call *call, int kind, const float *a, Py_ssize_t lda,
+                               const char *b, Py_ssize_t ldb, float *c, Py_ssize_t ldc,
+                               const float *keep, Py_ssize_t m, Py_ssize_t n,
+                               Py_ssize_t k) noexcept nogil:
     """A product with b as it is stored."""
     if kind == QKV_FLOAT32:
         call.ops.product(a, lda, <const float *> b, ldb, c, ldc, keep, m, n, k)
@@ -50,10 +60,10 @@ cdef void times_product(const Call *call, int kind, const float *a, Py_ssize_t l
         call.ops.product_stored(kind, a, lda, b, ldb, c, ldc, keep, m, n, k)
 
 
-# ---- keys ---------------------------------------------------------------------------------------
+# ---- keys ----------------------------------------------------------------------------------------
 
-cdef const float *packed_tile(const Call *call, const Place *at, Desk *desk,
-                              Py_ssize_t tile) noexcept nogil:
+cdef inline const float *packed_tile(const Call *call, const Place *at, Desk *desk,
+                                     Py_ssize_t tile) noexcept nogil:
     """The panels of the tile's keys: packed when first used, kept while the head stays."""
     cdef Py_ssize_t n = min(TILE, at.item.S - tile), c, ld
     cdef bint kept = at.item.blocks > 1
@@ -69,8 +79,8 @@ cdef const float *packed_tile(const Call *call, const Place *at, Desk *desk,
     return panels
 
 
-cdef void take_keys(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile,
-                    Tile *keys) noexcept nogil:
+cdef inline void take_keys(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile,
+                           Tile *keys) noexcept nogil:
     """The panels of a tile."""
     cdef const int64_t *page
     cdef Py_ssize_t first, panels = (min(TILE, at.item.S - tile) + PANEL - 1) // PANEL
@@ -90,9 +100,9 @@ cdef void take_keys(const Call *call, const Place *at, Desk *desk, Py_ssize_t ti
     keys.start = <const char *> desk.panels
 
 
-cdef void score_panel(const Call *call, const Tile *keys, Py_ssize_t c, const float *q,
-                      Py_ssize_t m, float *s, Py_ssize_t lds, Py_ssize_t columns,
-                      const float *ones) noexcept nogil:
+cdef inline void score_panel(const Call *call, const Tile *keys, Py_ssize_t c, const float *q,
+                             Py_ssize_t m, float *s, Py_ssize_t lds, Py_ssize_t columns,
+                             const float *ones) noexcept nogil:
     """s[m, columns] = Q Kᵀ for the panel from key c of the tile on, in whole vectors."""
     cdef Py_ssize_t d, depth, size = size_of(keys.kind)
     columns = (columns + LANES - 1) // LANES * LANES
@@ -105,7 +115,8 @@ cdef void score_panel(const Call *call, const Tile *keys, Py_ssize_t c, const fl
         call.ops.times(s, lds, m, columns, keys.scale + c)
 
 
-cdef void scale_panels(const Call *call, Desk *desk, Py_ssize_t n, Tile *keys) noexcept nogil:
+cdef inline void scale_panels(const Call *call, Desk *desk, Py_ssize_t n,
+                              Tile *keys) noexcept nogil:
     """The n keys of a tile as the formula has them, scales and all: a score of integers may be
     infinite where the formula's is not."""
     cdef Py_ssize_t c
@@ -117,7 +128,7 @@ cdef void scale_panels(const Call *call, Desk *desk, Py_ssize_t n, Tile *keys) n
     keys.kind, keys.start, keys.scale = QKV_FLOAT32, <const char *> desk.panels, NULL
 
 
-# ---- values -------------------------------------------------------------------------------------
+# ---- values --------------------------------------------------------------------------------------
 
 cdef inline const char *rows_from(const Tile *values, Py_ssize_t column, Py_ssize_t j,
                                   Py_ssize_t width) noexcept nogil:
@@ -126,12 +137,12 @@ cdef inline const char *rows_from(const Tile *values, Py_ssize_t column, Py_ssiz
     return values.start + (column * values.depth + (values.first + j) * ld) * size_of(values.kind)
 
 
-cdef void take_values(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile,
-                      Py_ssize_t n, bint floats, Tile *values) noexcept nogil:
+cdef inline void take_values(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile,
+                             Py_ssize_t n, bint floats, Tile *values) noexcept nogil:
     """The values of a tile; floats: in float32 (but for the scales of int8), not as stored."""
     cdef const int64_t *page
     cdef Py_ssize_t c, width, first
-    values.scale, values.blocks = NULL, call.page > 0
+    values.scale, values.blocks, values.ld = NULL, call.page > 0, 0
     if call.page == 0 and call.stored != QKV_FLOAT32 and at.item.direct and not floats and (
             call.Dv % LANES == 0):  # few rows: as they are stored, 64 columns of a row at a time
         values.kind, values.first, values.width, values.depth = call.stored, 0, PANEL, 1
@@ -158,8 +169,8 @@ cdef void take_values(const Call *call, const Place *at, Desk *desk, Py_ssize_t 
             values.start = <const char *> desk.v_rows
 
 
-cdef bint is_finite(const Call *call, const Tile *values, Py_ssize_t first,
-                    Py_ssize_t n) noexcept nogil:
+cdef inline bint is_finite(const Call *call, const Tile *values, Py_ssize_t first,
+                           Py_ssize_t n) noexcept nogil:
     """Whether n rows of a tile of floats are."""
     cdef Py_ssize_t j, c, width
     for c from 0 <= c < call.Dv by values.width:
@@ -173,8 +184,8 @@ cdef bint is_finite(const Call *call, const Tile *values, Py_ssize_t first,
     return True
 
 
-cdef void clean_tile(const Call *call, Desk *desk, Py_ssize_t n, bint codes,
-                     Tile *values) noexcept nogil:
+cdef inline void clean_tile(const Call *call, Desk *desk, Py_ssize_t n, bint codes,
+                            Tile *values) noexcept nogil:
     """The tile with its non-finite entries read as 0, and the codes of these entries."""
     cdef Py_ssize_t j, c, d, width
     # the tile before tells what to expect: a copy of what is finite is not worth its time
@@ -200,8 +211,8 @@ cdef void clean_tile(const Call *call, Desk *desk, Py_ssize_t n, bint codes,
     values.blocks = True
 
 
-cdef void add_values(const Call *call, Desk *desk, const Tile *values, Py_ssize_t r, Py_ssize_t m,
-                     Py_ssize_t start, Py_ssize_t end) noexcept nogil:
+cdef inline void add_values(const Call *call, Desk *desk, const Tile *values, Py_ssize_t r,
+                            Py_ssize_t m, Py_ssize_t start, Py_ssize_t end) noexcept nogil:
     """sums = factor sums + weights V for m rows from r on and the keys start .. end of the tile."""
     cdef Py_ssize_t lds = TILE + LANES, c, width
     cdef float *weights = desk.scores + r * lds + start

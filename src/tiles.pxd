@@ -1,66 +1,23 @@
-# The key tiles of a task: a worker's memory, scores, and the walk over the tiles.
-# Part of attention.pyx.
+# cython: language_level=3, cdivision=True
+"""The key tiles of a task: scores, weights, and the walk over the tiles."""
 
-# ---- memory -------------------------------------------------------------------------------------
+from libc.math cimport INFINITY
+from libc.string cimport memset
 
-cdef inline void *carve(char **at, size_t count, size_t size) noexcept nogil:
-    """The next count elements, on a cache line of their own."""
-    cdef char *start = at[0]
-    at[0] = start + (count * size + 63) // 64 * 64
-    return start
+from qkv_ext._kernels cimport (
+    LANES, PANEL, QKV_FLOAT32, TILE, qkv_prefetch, qkv_row, qkv_run, stopped,
+)
 
-
-cdef size_t lay_part(const Call *call, char *memory, Part *part) noexcept nogil:
-    cdef char *at = memory
-    part.sums = <float *> carve(&at, call.block * call.Dv, sizeof(float))
-    part.max = <float *> carve(&at, call.block, sizeof(float))
-    part.sum = <float *> carve(&at, call.block, sizeof(float))
-    part.nonfinite_v = <uint8_t *> carve(&at, call.block, sizeof(uint8_t))
-    return at - memory
+from src.types cimport AS_IT_IS, Call, Desk, EXACT, LARGE, Place, SCORES_ALONE
+from src.rules cimport any_to_do, extent, is_small
+from src.keys cimport (
+    Tile, add_values, clean_tile, rows_of, scale_panels, score_panel, take_keys, take_values,
+)
+from src.nonfinite cimport add_nonfinite, weigh_rows
 
 
-cdef size_t lay_desk(const Call *call, char *memory, Desk *desk) noexcept nogil:
-    """Lay out a worker's memory from there on; returns what it takes."""
-    cdef char *at = memory
-    at += lay_part(call, at, &desk.part)
-    at += lay_part(call, at, &desk.total)
-    desk.head = <Py_ssize_t *> carve(&at, 1, sizeof(Py_ssize_t))
-    desk.rows = <qkv_row *> carve(&at, call.block, sizeof(qkv_row))
-    desk.q = <float *> carve(&at, call.block * call.D, sizeof(float))
-    desk.scores = <float *> carve(&at, call.block * (TILE + LANES), sizeof(float))
-    desk.factor = <float *> carve(&at, call.block, sizeof(float))
-    desk.ones = <float *> carve(&at, call.block, sizeof(float))
-    desk.scales = <float *> carve(&at, call.block, sizeof(float))
-    desk.values = <float *> carve(&at, call.block * call.Dv if call.kind else 0, sizeof(float))
-    desk.start = <Py_ssize_t *> carve(&at, call.block, sizeof(Py_ssize_t))
-    desk.end = <Py_ssize_t *> carve(&at, call.block, sizeof(Py_ssize_t))
-    desk.packed = <uint8_t *> carve(&at, call.keys // TILE, sizeof(uint8_t))
-    desk.panels = <float *> carve(&at, call.keys * call.D, sizeof(float))
-    desk.k_rows = <float *> carve(&at, TILE * call.D, sizeof(float))
-    desk.v_rows = <float *> carve(&at, TILE * call.Dv, sizeof(float))
-    desk.v_scale = <float *> carve(&at, TILE + LANES, sizeof(float))
-    # from here on what most calls never touch
-    desk.todo = <uint8_t *> carve(&at, call.block, sizeof(uint8_t))
-    desk.top = <float *> carve(&at, call.block, sizeof(float))
-    desk.inverse = <float *> carve(&at, call.block, sizeof(float))
-    desk.v_codes = <float *> carve(&at, TILE * call.Dv, sizeof(float))
-    desk.admitted = <float *> carve(&at, call.block * (TILE + LANES), sizeof(float))
-    desk.met = <float *> carve(&at, call.block * call.Dv, sizeof(float))
-    return at - memory
-
-
-# ---- a task: tiles of keys ----------------------------------------------------------------------
-
-# How a walk takes V and the weights.
-cdef enum:
-    AS_IT_IS             # running maximum and sums
-    CLEAN                # the same, the entries of V that are not finite read as 0
-    EXACT                # final maximum and denominator, such entries as the formula has them
-    SCORES_ALONE         # running maximum and sum of the weights, without V
-
-
-cdef void find_columns(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile,
-                       Py_ssize_t n, Py_ssize_t step, bint whole, int how) noexcept nogil:
+cdef inline void find_columns(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile,
+                              Py_ssize_t n, Py_ssize_t step, bint whole, int how) noexcept nogil:
     """The columns start <= c < end of a tile that each step rows need, from a panel on; or none.
 
     whole: all rows see all of it.
@@ -78,8 +35,8 @@ cdef void find_columns(const Call *call, const Place *at, Desk *desk, Py_ssize_t
         desk.end[r] = end if start < end else 0
 
 
-cdef void score_tile(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile, Py_ssize_t n,
-                     Py_ssize_t step) noexcept nogil:
+cdef inline void score_tile(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile,
+                            Py_ssize_t n, Py_ssize_t step) noexcept nogil:
     """scores[m, n] = Q Kᵀ of a tile, for step rows at a time and no further than they see."""
     cdef Py_ssize_t lds = TILE + LANES, r, c, ld
     cdef const float *k
@@ -95,7 +52,7 @@ cdef void score_tile(const Call *call, const Place *at, Desk *desk, Py_ssize_t t
     take_keys(call, at, desk, tile, &keys)
     if at.scaled and keys.scale != NULL:
         scale_panels(call, desk, n, &keys)
-    elif (keys.scale != NULL and (call.large_scales or not desk.reach < LARGE_REACH)
+    elif (keys.scale != NULL and (call.large_scales or not is_small(desk.reach))
             and not call.ops.scaled(keys.scale, n, &desk.reach, desk.v_scale, n, 1, n)):
         for r in range(at.m):
             desk.part.nonfinite_v[r] |= LARGE
@@ -106,8 +63,8 @@ cdef void score_tile(const Call *call, const Place *at, Desk *desk, Py_ssize_t t
                             desk.scores + r * lds + c, lds, min(PANEL, desk.end[r] - c), desk.ones)
 
 
-cdef void fetch(const Call *call, const Place *next, Py_ssize_t first,
-                Py_ssize_t last) noexcept nogil:
+cdef inline void fetch(const Call *call, const Place *next, Py_ssize_t first,
+                       Py_ssize_t last) noexcept nogil:
     """Prefetch those rows of the Q, K and V of a task to come."""
     cdef Py_ssize_t r, h, i, size = 4 if call.kind == QKV_FLOAT32 else 2
     for r in range(first, last):
@@ -121,8 +78,8 @@ cdef void fetch(const Call *call, const Place *next, Py_ssize_t first,
             qkv_prefetch(next.v + r * call.v_row, call.Dv * size)
 
 
-cdef void soften(const Call *call, Desk *desk, Py_ssize_t r, Py_ssize_t m, Py_ssize_t tile,
-                 const Place *next) noexcept nogil:
+cdef inline void soften(const Call *call, Desk *desk, Py_ssize_t r, Py_ssize_t m, Py_ssize_t tile,
+                        const Place *next) noexcept nogil:
     """Scores of m rows become weights; a vector of rows at a time where there is a next task,
     whose rows are fetched meanwhile."""
     cdef Py_ssize_t lds = TILE + LANES, i, start = desk.start[r], n = desk.end[r] - start
@@ -135,8 +92,8 @@ cdef void soften(const Call *call, Desk *desk, Py_ssize_t r, Py_ssize_t m, Py_ss
             fetch(call, next, i, i + step)
 
 
-cdef void start_walk(const Call *call, const Place *at, Desk *desk, Py_ssize_t step,
-                     int how) noexcept nogil:
+cdef inline void start_walk(const Call *call, const Place *at, Desk *desk, Py_ssize_t step,
+                            int how) noexcept nogil:
     """Nothing summed up yet, for the rows that the walk is to compute."""
     cdef Py_ssize_t r, first, m
     if how == AS_IT_IS:
@@ -151,8 +108,8 @@ cdef void start_walk(const Call *call, const Place *at, Desk *desk, Py_ssize_t s
             desk.part.sum[r] = 0.0
 
 
-cdef bint walk(const Call *call, const Place *at, Desk *desk, int how, const Place *next,
-               int worker, qkv_run *run) noexcept nogil:
+cdef inline bint walk(const Call *call, const Place *at, Desk *desk, int how, const Place *next,
+                      int worker, qkv_run *run) noexcept nogil:
     """The task's rows over the key tiles of its split; False where the run was stopped.
 
     But for AS_IT_IS only the rows that have it to do, and those beside them, in the same order and

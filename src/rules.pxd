@@ -1,0 +1,104 @@
+# cython: language_level=3, cdivision=True
+"""The query rows of a task: which they are, what each may see, and what is to be done for it."""
+
+from libc.math cimport INFINITY, isfinite
+
+from qkv_ext._kernels cimport qkv_magnitude, qkv_row
+
+from src.types cimport CLEAN, Call, Desk, LARGE, MET, PENDING, Place, TO_SCORE, TO_WEIGH, V_BITS
+
+
+cdef inline void first_row(const Call *call, const Place *at, Py_ssize_t *h,
+                           Py_ssize_t *i) noexcept nogil:
+    """Head and position in the item of the first row of a task."""
+    i[0] = at.first_row // call.group
+    h[0] = at.kv_head * call.group + at.first_row % call.group
+
+
+cdef inline void next_row(const Call *call, const Place *at, Py_ssize_t *h,
+                          Py_ssize_t *i) noexcept nogil:
+    """Those of the row after: the next head of the group, or the first one of the next position."""
+    h[0] += 1
+    if h[0] == (at.kv_head + 1) * call.group:
+        h[0] -= call.group
+        i[0] += 1
+
+
+cdef inline Py_ssize_t alike(const Call *call, const Place *at, Py_ssize_t r) noexcept nogil:
+    """How many rows of a task lie evenly from row r on: all, or those of the heads of a group."""
+    if call.group == 1:
+        return at.m - r
+    return min(at.m - r, call.group - (at.first_row + r) % call.group)
+
+
+cdef inline bint allowed(const qkv_row *row, Py_ssize_t j) noexcept nogil:
+    """Whether the row may see key j: the rules that softmax_tile applies, for one key."""
+    return (row.lo <= j < row.hi
+            and (row.keep == NULL or row.keep[j * row.mask_step])
+            and (row.bias == NULL or row.bias[j * row.mask_step] != -INFINITY))
+
+
+cdef inline bint sees_any(const qkv_row *row) noexcept nogil:
+    """Whether the row is allowed a key."""
+    cdef Py_ssize_t j
+    if row.keep == NULL and row.bias == NULL:
+        return row.lo < row.hi
+    for j in range(row.lo, row.hi):
+        if allowed(row, j):
+            return True
+    return False
+
+
+cdef inline void extent(const qkv_row *rows, Py_ssize_t m, Py_ssize_t *lo,
+                        Py_ssize_t *hi) noexcept nogil:
+    """The keys lo <= j < hi that any of m rows may see; lo == hi where there are none."""
+    cdef Py_ssize_t r
+    lo[0] = hi[0] = 0
+    for r in range(m):
+        if rows[r].lo < rows[r].hi:
+            lo[0] = rows[r].lo if hi[0] == 0 else min(lo[0], rows[r].lo)
+            hi[0] = max(hi[0], rows[r].hi)
+
+
+cdef inline float reach_of(const Call *call, const float *q, Py_ssize_t m) noexcept nogil:
+    """More than the products of m query rows with a key of integers can add up to."""
+    return 128.0 * call.D * qkv_magnitude(q, m * call.D)
+
+
+cdef inline bint is_small(float reach) noexcept nogil:
+    """Whether only scales that are large could take the products of a query beyond float32."""
+    return reach < 1152921504606846976.0  # 2 ** 60
+
+
+cdef inline bint overflows(const Call *call, const Place *at, const Desk *desk,
+                           Py_ssize_t r) noexcept nogil:
+    """Whether products with an int8 key that the row is allowed may be beyond float32.
+
+    What integers make finite, by taking each other away, the formula may not.
+    """
+    cdef const qkv_row *row = &desk.rows[r]
+    cdef const float *scale
+    cdef float reach
+    cdef Py_ssize_t j
+    if not desk.part.nonfinite_v[r] & LARGE or at.scaled:
+        return False
+    reach = reach_of(call, desk.q + r * call.D, 1)
+    for j in range(row.lo, row.hi):
+        scale = <const float *> at.item.pages[4 * (j // call.page) + 2]
+        if allowed(row, j) and not isfinite(
+                reach * scale[at.kv_head * call.page + j % call.page]):
+            return True
+    return False
+
+
+cdef inline bint any_to_do(const Place *at, const Desk *desk, Py_ssize_t first, Py_ssize_t m,
+                           int how) noexcept nogil:
+    """Whether one of m rows is what the walk is made for."""
+    cdef Py_ssize_t r
+    for r in range(first, first + m):
+        if how == CLEAN:
+            if desk.todo[r] == PENDING and desk.part.nonfinite_v[r] & V_BITS == MET:
+                return True
+        elif desk.todo[r] == (TO_SCORE if at.scaled else TO_WEIGH):
+            return True
+    return False

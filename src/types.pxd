@@ -1,0 +1,162 @@
+# cython: language_level=3, cdivision=True
+"""What a call, an item, a task and a worker are: structs, and no code but that.
+
+Part of attention.pyx, as the other .pxd here are: each one cimports those before it, in this order,
+
+    types      the structs
+    plan       blocks of rows, splits and tasks, from the shape of each item
+    arena      where the working memory of a worker lies
+    rules      the rows of a task, and the keys that each of them may see
+    keys       where keys and values lie, and how a tile of them is made ready for a product
+    nonfinite  what entries of V that are not finite do to the sums of a row
+    rows       the beginning and the end of a row
+    tiles      the walk over the tiles
+    splits     what becomes of splits
+    exact      the rows whose numbers are not all finite
+"""
+
+from libc.stdint cimport int64_t, uint8_t
+
+from qkv_ext._kernels cimport qkv_kernels, qkv_order, qkv_row
+
+
+cdef enum:
+    SPLIT = 1024         # keys of a split, a multiple of TILE
+    FEW_ROWS = 8         # up to here dot products with the rows of K beat packing them
+
+
+# How a walk takes V and the weights.
+cdef enum:
+    AS_IT_IS             # running maximum and sums
+    CLEAN                # the same, the entries of V that are not finite read as 0
+    EXACT                # final maximum and denominator, such entries as the formula has them
+    SCORES_ALONE         # running maximum and sum of the weights, without V
+
+
+# What is to be done yet for a row of a desk.
+cdef enum:
+    DONE
+    PENDING              # its sums are not finite
+    TO_WEIGH             # top and inverse are known: EXACT
+    TO_SCORE             # int8 keys: these first, from keys with their scales
+
+
+# What V has to do with it that a row's sums are not finite.
+cdef enum:
+    MET = 1              # a tile of the row has entries that are not,
+    SEEN = 2             # and the row is allowed the key of one
+    V_BITS = MET | SEEN
+    LARGE = 4            # the products with an int8 key may be beyond float32 once it has its scale
+
+
+# One item: its arrays from its own first row on, its rules, and its plan.
+cdef struct Item:
+    const char *q
+    const char *k
+    const char *v
+    const int64_t *pages  # where a KVCache has its keys, or NULL: see keys.pxd
+    const char *mask     # or NULL
+    char *out
+    char *weights        # or NULL
+    char *lse            # or NULL
+    const float *slopes  # [heads] or NULL
+    Py_ssize_t L, S      # its own lengths
+    Py_ssize_t room      # rows that are its own, of which L are there
+    Py_ssize_t shift     # query i stands at key i + shift
+    Py_ssize_t block, blocks, splits
+    Py_ssize_t passes    # splits that a task walks one after the other
+    bint direct          # dot products with the rows of K, no panels
+    Py_ssize_t first_task, first_part
+
+
+# Rows of split items that are to be computed once more, when all splits are merged: see exact.pxd.
+cdef struct Leftover:
+    Py_ssize_t count     # of units that have some
+    Py_ssize_t *tasks    # [units], the first task of each
+    uint8_t *todo        # [units, block], as on a desk
+    uint8_t *nonfinite_v  # [units, block], as in a part
+    float *max           # [units, block]
+    float *sum           # [units, block]
+
+
+cdef struct Call:
+    const qkv_kernels *ops
+    # the problem; strides in bytes
+    Py_ssize_t heads, kv_heads, group, S, D, Dv
+    Py_ssize_t q_head, q_row, k_head, k_row, v_head, v_row, out_head, out_row
+    Py_ssize_t mask_head, mask_row, mask_step, weights_head, weights_row, lse_head, lse_row
+    int kind             # of q and out: QKV_FLOAT32, QKV_FLOAT16 or QKV_BFLOAT16
+    int stored           # of k and v: that, or QKV_INT8
+    Py_ssize_t page      # keys of a page, 0 where k and v are arrays
+    bint large_scales    # of int8 keys: see overflows
+    bint bool_mask
+    const float *sinks   # [heads] or NULL
+    float scale, softcap
+    Py_ssize_t left, right
+    # the plan
+    Item *items
+    Py_ssize_t count     # of items
+    Py_ssize_t block     # the largest block of rows
+    Py_ssize_t keys      # keys that panels hold at most
+    Py_ssize_t longest   # keys of the longest item
+    bint absent          # some items have fewer rows than there is room for
+    Py_ssize_t parts     # tasks of items with more than one split
+    Py_ssize_t units     # blocks of rows that these tasks belong to
+    Py_ssize_t tasks
+    Py_ssize_t stride    # from a task to the one that its worker most likely takes next
+    # working memory: one Desk per worker, and the parts that wait
+    char *desks
+    size_t desk_size
+    char *waiting
+    size_t part_size
+    Py_ssize_t slots
+    qkv_order *order
+    Leftover left_over   # of the splits
+
+
+# What a split leaves behind: unnormalised sums of a block of rows.
+cdef struct Part:
+    float *sums          # [block, Dv]
+    float *max           # [block]
+    float *sum           # [block]
+    uint8_t *nonfinite_v  # [block], MET and SEEN: what V has to do with it; LARGE: int8 keys
+
+
+# A worker's memory.
+cdef struct Desk:
+    Part part
+    Part total           # of the splits so far, where a task walks several
+    float *q             # [block, D], scaled
+    float reach          # what they make of an int8 key of scale 1, or more
+    float *scores        # [block, TILE] TILE + LANES
+    float *factor        # [block]
+    float *ones          # [block]
+    float *scales        # [block], the scale for every row
+    float *panels        # K of a head, or of a tile: [keys / PANEL] panels
+    float *k_rows        # [TILE, D], a tile of K that is stored in 16 bits
+    float *v_rows        # [TILE, Dv], a tile of V that is, or with its non-finite entries as 0
+    float *v_codes       # [TILE, Dv], what these are
+    float *v_scale       # [TILE + LANES], the scales of such a tile in int8
+    float *values        # [block, Dv], output rows before they are rounded to 16 bits
+    uint8_t *todo        # [block], what is to be done yet for a row: DONE, PENDING, ...
+    float *top           # [block], the maximum of a row, its sink among the scores,
+    float *inverse       # [block], and 1 over its denominator
+    float *admitted      # [block, TILE] TILE + LANES, the weights of keys whose V is not finite
+    float *met           # [block, Dv], the sums of their codes
+    Py_ssize_t *start    # [block], the first column of the tile that a group of rows needs,
+    Py_ssize_t *end      # [block], and the end of them, 0 for none; at the group's first row
+    uint8_t *packed      # [tiles], which tiles of the head are in panels
+    qkv_row *rows        # [block]
+    Py_ssize_t *head     # the head that panels belongs to, -1 for none
+
+
+# Where a task stands.
+cdef struct Place:
+    const Item *item
+    Py_ssize_t head      # item and key/value head as one number
+    Py_ssize_t kv_head, first_row, m, split
+    Py_ssize_t part      # its number among the tasks of split items
+    Py_ssize_t first_key, end_key  # of its split
+    const char *k
+    const char *v
+    bint scaled          # int8 keys with their scales, before the product
