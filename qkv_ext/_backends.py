@@ -45,8 +45,9 @@ class Backend(NamedTuple):
     product: Callable[[Product], None]
     softmax: Callable[[Rows], None]
     rotary: Callable[[RotaryProblem], None] | None  # of src/rotary.pyx; None: rotary.py itself
+    rotary_step: Callable[[RotaryProblem, RotaryProblem], None] | None  # queries and keys
     merge: Callable[..., None] | None  # of src/merge.pyx; None: merge.py itself
-    plain_attention: Callable[..., Any]  # (q, k, v, causal, threads)
+    plain_attention: Callable[..., Any]  # (q, k, v, given, threads)
     plain_product: Callable[..., Any]  # (a, b, bias, columns of a packed b, rank, threads)
     plain_softmax: Callable[..., Any]  # (x, threads)
     plain_rotary: Callable[..., Any]  # the arguments of apply_rotary, but for the backend
@@ -166,7 +167,7 @@ _TABLE: dict[str, Backend] = {
         _numpy.attention,
         _numpy.product,
         _numpy.softmax,
-        *(None,) * 2,  # their modules have the formula themselves
+        *(None,) * 3,  # their modules have the formula themselves
         *(lambda *_: None,) * 5,
     )
 }
@@ -185,7 +186,9 @@ if _modules:
         _TABLE[_name] = Backend(
             _name,
             _isa,
-            *(of.compute for of in (_attention, _product, _softmax, _rotary, _merge)),
+            *(of.compute for of in (_attention, _product, _softmax, _rotary)),
+            _rotary.step,
+            _merge.compute,
             *(of.plain for of in (_attention, _product, _softmax, _rotary, _merge)),
         )
 

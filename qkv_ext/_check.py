@@ -3,7 +3,8 @@
 Every public function calls one function here and then a backend.  What comes out is ready to be
 read by every backend, and no backend questions it: shapes agree, dtypes agree, each row of each
 array is contiguous and aligned, and the output arrays are there.  Copies are made only of what the
-kernels cannot read in place.
+kernels cannot read in place.  Layers and caches have checked their arrays themselves, and come in
+by the inner doors: ``problem`` and ``product``.
 """
 
 from __future__ import annotations
@@ -15,18 +16,10 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from qkv_ext import _arrays, _problem, _rules
-from qkv_ext._arrays import (
-    BHLD,
-    BOTTOM_RIGHT,
-    FLOAT32,
-    Array,
-    Later,
-    operand,
-    same_dtype,
-    shown,
-)
+from qkv_ext._arrays import BHLD, BLHD, FLOAT32, Array, Later, operand, same_dtype, shown
+from qkv_ext._options import Given
 from qkv_ext._packed import PackedWeight
-from qkv_ext._problem import CAUSAL, PLAIN, Problem, Product, Rows
+from qkv_ext._problem import Problem, Product, Rows, Scoring, Sizes
 from qkv_ext._store import Pages
 from qkv_ext._threads import threads_of
 
@@ -36,6 +29,8 @@ Copies: TypeAlias = tuple[tuple[Array, Array], ...]
 #: What a check hands on: the problem, what the caller gets, and the copies that fill it.
 Checked: TypeAlias = tuple[T, tuple[Array, ...], Copies]
 
+
+PACKED = "packed"  #: the layout of varlen, (T, H, D), beside BHLD and BLHD
 
 # ---- attention ----------------------------------------------------------------------------------
 
@@ -71,48 +66,10 @@ def _misfits(given: tuple[Array, ...], *arrays: Array) -> ValueError:
     return ValueError(message)
 
 
-def _feasible(given: tuple[Array, ...], pairs: float, products: int) -> None:
-    """Refuse so many products for each pair of a query and a key, where that takes years."""
-    if pairs * products >= _arrays.MOST_PRODUCTS:
-        raise _arrays.infeasible(_shapes(given), pairs * products)
-
-
-NO_OFFSET = 0  #: the default itself: any other 0 is checked like every number
-
-
-def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    mask: Any,
-    causal: Any,
-    align: Any,
-    scale: Any,
-    window: Any,
-    softcap: Any,
-    alibi_slopes: Any,
-    sinks: Any,
-    kv_lengths: Any,
-    q_lengths: Any,
-    query_offset: Any,
-    key_offset: Any,
-    layout: Any,
-    return_weights: Any,
-    return_lse: Any,
-    out: Any,
-    threads: Any,
-    given: tuple[Array, ...] | None = None,
-    pages: Pages | None = None,
-    packed: bool = False,
-) -> Checked[Problem]:
-    """Check a call of scaled_dot_product_attention; see there for the arguments.
-
-    given is q, k and v as the caller has them, for the errors, where they were changed already.
-    Where pages hold the keys and values, q is checked and k and v tell their shapes only.  packed
-    says that the caller has more to say of the rows: the one item is a packed batch.
-    """
+def attention(q: Any, k: Any, v: Any, given: Given) -> Checked[Problem]:
+    """Check a call of scaled_dot_product_attention."""
     later = None
-    if pages is None and not (
+    if not (
         type(q) is type(k) is type(v) is np.ndarray
         and q.dtype is k.dtype is v.dtype is FLOAT32
         and q.flags.carray
@@ -123,187 +80,198 @@ def attention(
         and v.size
         and _arrays.MOST >= q.ndim == k.ndim == v.ndim >= 2
     ):  # what each of them is, unless they are all plain
-        later = _later(q_lengths is not None or kv_lengths is not None)
-        of_q, of_kv = later
-        q, k, v = operand(q, "q", 2, of_q), operand(k, "k", 2, of_kv), operand(v, "v", 2, of_kv)
-        same_dtype(q=q, k=k, v=v)
+        (q, k, v), later = _operands(q, k, v, 2, given)
         if not q.ndim == k.ndim == v.ndim:
-            raise ValueError(f"{_shapes(given or (q, k, v))}; expected equal ranks")
-    dtype, rank, given = q.dtype, q.ndim, given or (q, k, v)
+            raise ValueError(f"{_shapes((q, k, v))}; expected equal ranks")
+    layout = BHLD
+    if given.layout is not BHLD and _arrays.is_blhd(given.layout):
+        layout = BLHD
+        if q.ndim < 4:
+            given_shapes = _shapes((q, k, v))
+            raise ValueError(f"layout is 'blhd', but {given_shapes}; expected rank 4 or more")
+    return _checked((q, k, v), later, layout, given)
 
-    # q (..., H, L, D), k (..., Hkv, S, D), v (..., Hkv, S, Dv)
-    blhd = layout is not BHLD and _arrays.is_blhd(layout)
-    if blhd:
-        if rank < 4:
-            raise ValueError(f"layout is 'blhd', but {_shapes(given)}; expected rank 4 or more")
-        q, k, v = q.swapaxes(-3, -2), k.swapaxes(-3, -2), v.swapaxes(-3, -2)
-    elif rank < 4:  # (L, D) has no batch and one head, (B, L, D) has one head
-        view = (None, None) if rank == 2 else (slice(None), None)
-        q, k, v = q[view], k[view], v[view]
-    *lead, h, length, d = q.shape
-    *lead_k, hkv, s, d_k = k.shape
-    lead_v, dv = lead_k, d_k
-    fit = d_k == d and (h == hkv or (hkv > 0 and h % hkv == 0))
-    if v.shape != k.shape:
-        *lead_v, hkv_v, s_v, dv = v.shape
-        fit = fit and hkv_v == hkv and s_v == s
-    if not fit:
+
+def varlen(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, given: Given
+) -> Checked[Problem]:
+    """Check a call of varlen_attention: one item, whose spans are the sequences."""
+    arrays, later = _operands(q, k, v, 3, given)
+    q, k, v = arrays
+    if not q.ndim == k.ndim == v.ndim == 3:
+        raise ValueError(f"{_shapes(arrays)}; expected (Tq, H, D), (Tk, Hkv, D) and (Tk, Hkv, Dv)")
+    cu_q = _rules.cumulative(cu_seqlens_q, "cu_seqlens_q", len(q))
+    cu_k = _rules.cumulative(cu_seqlens_k, "cu_seqlens_k", len(k))
+    if cu_q.shape != cu_k.shape:
+        raise ValueError(
+            f"cu_seqlens_q has shape {cu_q.shape} and cu_seqlens_k {cu_k.shape}; expected one shape"
+        )
+    return _checked(arrays, later, PACKED, given, (cu_q, cu_k))
+
+
+def _operands(
+    q: Any, k: Any, v: Any, least: int, given: Given
+) -> tuple[tuple[Array, Array, Array], tuple[Later | None, Later | None]]:
+    """q, k and v, and their copies that are put off where lengths leave out rows."""
+    lengths = given.q_lengths is not None or given.kv_lengths is not None
+    later: tuple[Later | None, Later | None] = ([], []) if lengths else (None, None)
+    of_q, of_kv = later
+    q, k, v = (
+        operand(q, "q", least, of_q),
+        operand(k, "k", least, of_kv),
+        operand(v, "v", least, of_kv),
+    )
+    same_dtype(q=q, k=k, v=v)
+    return (q, k, v), later
+
+
+def _checked(
+    arrays: tuple[Array, Array, Array],
+    later: tuple[Later | None, Later | None] | None,
+    layout: str,
+    given: Given,
+    packed: tuple[Array, Array] | None = None,
+) -> Checked[Problem]:
+    """Shapes, options and the output of arrays in a layout."""
+    q, k, v = arrays
+    if layout is not BHLD or q.ndim < 4:
+        q, k, v = (_by_head(x, layout) for x in arrays)
+    sizes = _sizes(arrays, q, k, v, packed)
+    scoring = _rules.options(given, sizes)
+    spans = scoring.rules.spans
+    if later is not None and spans is not None:
+        copy_rows(later, layout, sizes.lead if packed is None else (1,), spans)
+    feasible(sizes, spans, arrays)
+    return with_output(q, k, v, layout, sizes, given, scoring)
+
+
+def with_output(
+    q: Array,
+    k: Array | None,
+    v: Array | None,
+    layout: str,
+    sizes: Sizes,
+    given: Given,
+    scoring: Scoring,
+    pages: Pages | None = None,
+) -> Checked[Problem]:
+    """problem with an output in the caller's layout, the first of what the caller gets."""
+    if layout is BHLD:
+        shape = (*sizes.rows, sizes.dv)
+    elif layout is BLHD:
+        shape = (*sizes.lead, sizes.length, sizes.h, sizes.dv)
+    else:
+        shape = (sizes.length, sizes.h, sizes.dv)
+    if given.out is None:
+        target, staged = np.empty(shape, sizes.dtype), None
+        output = target
+    else:
+        output, staged = _arrays.target(given.out, shape, sizes.dtype, q, k, v, scoring.mask)
+        target = output if staged is None else staged
+    if layout is not BHLD or sizes.rank < 4:
+        target = _by_head(target, layout)
+    checked, extras, copies = problem(q, k, v, target, sizes, given, scoring, pages)
+    return checked, (output, *extras), copies if staged is None else ((output, staged), *copies)
+
+
+def _sizes(
+    given: tuple[Array, ...], q: Array, k: Array, v: Array, packed: tuple[Array, Array] | None
+) -> Sizes:
+    """The sizes of q (..., H, L, D), k (..., Hkv, S, D) and v (..., Hkv, S, Dv)."""
+    of_q, of_k, of_v = q.shape, k.shape, v.shape
+    h, length, d = of_q[-3:]
+    hkv, s, d_k = of_k[-3:]
+    lead, dv = of_q[:-3], of_v[-1]
+    if d_k != d or of_v[-3:-1] != (hkv, s) or (h != hkv and (hkv == 0 or h % hkv)):
         raise _misfits(given, q, k, v)
-    if lead_k != lead or lead_v != lead:
+    if not lead == of_k[:-3] == of_v[:-3]:
         try:
-            lead = list(np.broadcast_shapes(tuple(lead), tuple(lead_k), tuple(lead_v)))
+            lead = np.broadcast_shapes(lead, of_k[:-3], of_v[:-3])
         except ValueError:
             raise _misfits(given, q, k, v) from None
-
-    # options
-    bottom_right = type(align) is str and align == BOTTOM_RIGHT  # an array is compared with nothing
-    if not bottom_right:
-        bottom_right = _arrays.choice(align, "align", _arrays.ALIGNS) == BOTTOM_RIGHT
-    compute = dtype if dtype is FLOAT32 else _arrays.compute_dtype(dtype)
-    scale = 1.0 / math.sqrt(d) if scale is None and d else _arrays.scale(scale, d, compute)
-    inner = 1 if rank < 5 else math.prod(lead[1:])
-    if window is softcap is alibi_slopes is sinks is None and (causal is False or causal is True):
-        rules = CAUSAL if causal else PLAIN
-    else:
-        rules = _rules.rules(
-            causal, window, softcap, alibi_slopes, sinks, lead[0], inner, h, compute
-        )
-    if q_lengths is kv_lengths is query_offset is None and key_offset is NO_OFFSET:
-        shift = s - length if bottom_right else 0
-    else:
-        batch = lead[0] if rank > 2 else None
-        shift, spans = _rules.spans(
-            align, q_lengths, kv_lengths, query_offset, key_offset, batch, inner, length, s
-        )
-        rules = rules if spans is None else rules._replace(spans=spans)
-        if later is not None and spans is not None:
-            copy_rows(later, layout, lead, spans)
-    if rules.spans is not None:
-        _feasible(given, _rules.pairs(rules.spans), h * (d + dv))
-    elif not packed:
-        _feasible(given, lead[0] * inner * length * s, h * (d + dv))
-    if mask is not None:  # below rank 4 the caller's scores have no head axis
-        own = (*lead, h, length, s) if rank > 3 else (*lead, length, s)[3 - rank :]
-        mask = _arrays.mask(mask, own, compute)
-        if rank < 4:
-            mask = mask[view]
-    count = threads_of(threads)
-
-    # what comes back, as the caller and as the backend see it
-    shape = (*lead, length, h, dv) if blhd else (*lead, h, length, dv)
+    rank = given[0].ndim
     if rank < 4:
-        shape = (*lead, length, dv)[3 - rank :]
-    copies: Copies = ()
-    if out is None:
-        target = output = np.empty(shape, dtype)
+        lead = lead[: rank - 2] if packed is None else (len(packed[0]) - 1,)
+    if packed is not None:
+        rank = 4
+    fields = rank, lead, h, hkv, length, s, d, dv, q.dtype, None, packed
+    return tuple.__new__(Sizes, fields)
+
+
+def feasible(sizes: Sizes, spans: Array | None, arrays: tuple[Array, ...] = ()) -> None:
+    """Refuse so many products for each pair of a query and a key, where that takes years."""
+    if spans is not None:
+        pairs = _rules.pairs(spans)
     else:
-        output, staged = _arrays.target(out, shape, dtype, q, k, v, mask)
-        target = output
-        if staged is not None:
-            target, copies = staged, ((output, staged),)
-    if blhd:
-        target = target.swapaxes(-3, -2)
-    elif rank < 4:
-        target = target[view]
+        pairs = math.prod(sizes.lead) * sizes.length * sizes.s
+    products = pairs * sizes.h * (sizes.d + sizes.dv)
+    if products >= _arrays.MOST_PRODUCTS:
+        raise _arrays.infeasible(_shapes(arrays) if arrays else f"sizes are {sizes}", products)
+
+
+def problem(
+    q: Array,
+    k: Array | None,
+    v: Array | None,
+    out: Array,
+    sizes: Sizes,
+    given: Given,
+    scoring: Scoring,
+    pages: Pages | None = None,
+) -> Checked[Problem]:
+    """The inner door: arrays, in the axes of a Problem, and scoring are checked already.
+
+    What the caller gets are the extras that were asked for.  k and v are None where pages hold the
+    keys and values.
+    """
     weights = lse = None
-    arrays: tuple[Array, ...] = (output,)
-    if return_weights is not False and _arrays.switch(return_weights, "return_weights"):
-        weights = np.empty((*lead, h, length, s), compute)
-        own_weights = weights if rank > 3 else weights[_HEADLESS[rank]]
-        if compute is not dtype:
-            copies = (*copies, (np.empty(own_weights.shape, dtype), own_weights))
-            own_weights = copies[-1][0]
-        arrays = (output, own_weights)
-    if return_lse is not False and _arrays.switch(return_lse, "return_lse"):
-        lse = np.empty((*lead, h, length), compute)
-        arrays = (*arrays, lse if rank > 3 else lse[_HEADLESS[rank]])
-    fields = (q, k, v, mask, scale, shift, rules, target, weights, lse, count, pages)
-    return tuple.__new__(Problem, fields), arrays, copies  # Problem(...) in half the time
-
-
-def _later(lengths: bool) -> tuple[Later | None, Later | None]:
-    """Lists for copies of q, and of k and v, that are put off where lengths leave out rows."""
-    return ([], []) if lengths else (None, None)
+    extras: tuple[Array, ...] = ()
+    copies: Copies = ()
+    if given.return_weights is not False and _arrays.switch(given.return_weights, "return_weights"):
+        compute = _arrays.compute_dtype(sizes.dtype)
+        own = np.empty((*sizes.rows, sizes.s), compute)
+        weights = sizes.by_head(own)
+        extras = (own,)
+        if compute is not sizes.dtype:
+            extras = (np.empty(own.shape, sizes.dtype),)
+            copies = ((extras[0], own),)
+    if given.return_lse is not False and _arrays.switch(given.return_lse, "return_lse"):
+        compute = _arrays.compute_dtype(sizes.dtype)
+        if sizes.packed is None:
+            own = np.empty(sizes.rows, compute)
+            lse = sizes.by_head(own)
+        else:
+            own = np.empty((sizes.length, sizes.h), compute)
+            lse = own.T[None]
+        extras = (*extras, own)
+    mask, scale, shift, rules, _ = scoring
+    count = threads_of(given.threads)
+    fields = (q, k, v, mask, scale, shift, rules, out, weights, lse, count, pages)
+    return tuple.__new__(Problem, fields), extras, copies  # Problem(...) in half the time
 
 
 def copy_rows(
     later: tuple[Later | None, Later | None], layout: str, lead: Sequence[int], spans: Any
 ) -> None:
-    """Make them now, of the rows of q, and of k and v, that the spans say are there.
+    """Make now what was put off, of the rows of q, and of k and v, that the spans say are there.
 
-    layout is that of the caller's arrays, or "packed" for (T, H, D).
+    layout is that of the caller's arrays.
     """
     columns = (_problem.Q_START, _problem.Q_LENGTH), (_problem.K_START, _problem.K_LENGTH)
     for copies, (start, length) in zip(later, columns, strict=True):
         if copies:
             rows = map(tuple, spans[:, [_problem.ITEM, start, length]].tolist())
             by_head = [(_by_head(to, layout), _by_head(of, layout)) for to, of in copies]
-            _arrays.copy_rows(by_head, lead, rows)
+            _arrays.copy_rows(by_head, lead or (1,), rows)
 
 
 def _by_head(x: Array, layout: str) -> Array:
     """x with the axes that an array of a Problem has: (..., heads, rows, width)."""
-    if layout == "packed":
+    if layout is PACKED:
         return x.swapaxes(0, 1)[None]
     if x.ndim < 4:  # (rows, width) has no batch and one head, (batch, rows, width) has one head
         return x[None, None] if x.ndim == 2 else x[:, None]
-    return x.swapaxes(-3, -2) if layout == "blhd" else x
-
-
-_HEADLESS: dict[int, Any] = {2: (0, 0), 3: (slice(None), 0)}  # takes off the axes of a low rank
-
-
-def varlen(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    causal: Any,
-    align: Any,
-    scale: Any,
-    window: Any,
-    softcap: Any,
-    alibi_slopes: Any,
-    sinks: Any,
-    kv_lengths: Any,
-    return_lse: Any,
-    out: Any,
-    threads: Any,
-) -> Checked[Problem]:
-    """Check a call of varlen_attention: one item, whose spans are the sequences."""
-    later = of_q, of_kv = _later(kv_lengths is not None)
-    q, k, v = operand(q, "q", 3, of_q), operand(k, "k", 3, of_kv), operand(v, "v", 3, of_kv)
-    given = q, k, v
-    if q.ndim != 3 or k.ndim != 3 or v.ndim != 3:
-        raise ValueError(f"{_shapes(given)}; expected (Tq, H, D), (Tk, Hkv, D) and (Tk, Hkv, Dv)")
-    cu_q = _rules.cumulative(cu_seqlens_q, "cu_seqlens_q", q.shape[0])
-    cu_k = _rules.cumulative(cu_seqlens_k, "cu_seqlens_k", k.shape[0])
-    if cu_q.shape != cu_k.shape:
-        raise ValueError(
-            f"cu_seqlens_q has shape {cu_q.shape} and cu_seqlens_k {cu_k.shape}; expected one shape"
-        )
-    if out is not None:
-        _arrays.target(out, (*q.shape[:2], v.shape[2]), q.dtype)
-    problem, arrays, copies = attention(
-        q[None], k[None], v[None], None, causal, align, scale, window, softcap, None, sinks,
-        None, None, None, 0, "blhd", False, False, None if out is None else out[None], threads,
-        given, packed=True,
-    )  # fmt: skip
-    spans = _rules.packed_spans(align, cu_q, cu_k, kv_lengths)
-    _feasible(given, _rules.pairs(spans), q.shape[1] * (q.shape[2] + v.shape[2]))
-    copy_rows(later, "packed", (1,), spans)
-    rules = problem.rules._replace(spans=spans)
-    compute = _arrays.compute_dtype(q.dtype)
-    if alibi_slopes is not None:
-        shapes = ((q.shape[1],), (len(cu_q) - 1, q.shape[1]))
-        slopes = _rules.per_head(alibi_slopes, "alibi_slopes", shapes, compute)
-        rules = rules._replace(slopes=np.atleast_2d(slopes))
-    arrays = (arrays[0][0] if out is None else out,)
-    if _arrays.switch(return_lse, "return_lse"):
-        arrays = (*arrays, np.empty(q.shape[:2], compute))
-        problem = problem._replace(lse=arrays[1].T[None])
-    return problem._replace(rules=rules), arrays, copies
+    return x.swapaxes(-3, -2) if layout is BLHD else x
 
 
 # ---- matmul and its kin --------------------------------------------------------------------------
@@ -356,8 +324,7 @@ def matmul(a: Any, b: Any, out: Any, threads: Any) -> Checked[Product]:
 def linear(x: Any, w: Any, b: Any, out: Any, threads: Any) -> Checked[Product]:
     """Check a call of linear_projection."""
     x = operand(x, "x", 1)
-    packed = isinstance(w, PackedWeight)
-    if not packed:
+    if not isinstance(w, PackedWeight):
         w = matrix(w, "w")
     same_dtype(x=x, w=w)
     d_in, d_out = w.shape
@@ -371,6 +338,13 @@ def linear(x: Any, w: Any, b: Any, out: Any, threads: Any) -> Checked[Product]:
         if b.shape != (d_out,):
             raise ValueError(f"b has shape {b.shape}; expected ({d_out},), the d_out of w")
         same_dtype(x=x, b=b)
+    return product(x, w, b, out, threads_of(threads))
+
+
+def product(x: Array, w: Any, b: Array | None, out: Any, threads: int) -> Checked[Product]:
+    """The inner door of linear_projection: all but out is checked already."""
+    packed = isinstance(w, PackedWeight)
+    d_in, d_out = w.shape
     shape = (*x.shape[:-1], d_out)
     products = math.prod(shape) * d_in
     if products >= _arrays.MOST_PRODUCTS:
@@ -383,8 +357,8 @@ def linear(x: Any, w: Any, b: Any, out: Any, threads: Any) -> Checked[Product]:
         copies = ((output, flat.reshape(shape)),)
     b = None if b is None else _computed(b)
     x = _computed(x).reshape(rows, d_in)
-    problem = Product(x, _computed(weight), packed, b, flat, threads_of(threads))
-    return problem, (output,), copies
+    fields = x, _computed(weight), packed, b, flat, threads
+    return Product(*fields), (output,), copies
 
 
 def matrix(w: Any, name: str) -> Array:

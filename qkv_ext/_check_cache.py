@@ -1,8 +1,4 @@
-"""The front door of KVCache: its sizes, what is appended to it, and the calls that attend to it.
-
-An attention call goes through the same check as any other.  Its keys and values are given there by
-their shapes alone, as arrays of one row that broadcasts, and by Problem.pages to the backend.
-"""
+"""The front door of KVCache: its sizes, what is appended to it, and the calls that attend to it."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ import numpy as np
 from qkv_ext import _arrays, _check, _problem, _rules
 from qkv_ext._arrays import (
     BHLD,
+    BLHD,
     FLOAT32,
     FLOAT64,
     Array,
@@ -24,8 +21,9 @@ from qkv_ext._arrays import (
     shown,
 )
 from qkv_ext._check import Checked
+from qkv_ext._options import Given
 from qkv_ext._pages import TILE, Layout
-from qkv_ext._problem import Problem
+from qkv_ext._problem import Problem, Scoring, Sizes
 from qkv_ext._storage import ENTRIES
 from qkv_ext._store import Store
 
@@ -175,70 +173,45 @@ def _fits(q: Array, axis: int, own: Layout, count: int) -> bool:
     return h == heads or (heads > 0 and h % heads == 0)
 
 
-def attention(
-    store: Store,
-    q: Any,
-    mask: Any = None,
-    causal: Any = False,
-    align: Any = "bottom-right",
-    scale: Any = None,
-    window: Any = None,
-    softcap: Any = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    kv_lengths: Any = None,
-    q_lengths: Any = None,
-    query_offset: Any = None,
-    key_offset: Any = 0,
-    layout: Any = "bhld",
-    return_weights: Any = False,
-    return_lse: Any = False,
-    out: Any = None,
-    threads: Any = None,
-) -> Checked[Problem]:
-    """Check a call of KVCache.attend; see scaled_dot_product_attention for the arguments."""
-    own, lengths, pages = store.layout, store.lengths, store.pages()
-    count, heads, s = len(lengths), own.kv_heads, max(lengths, default=0)
-    later: Later | None = None if q_lengths is None else []
+def attention(store: Store, q: Any, given: Given) -> Checked[Problem]:
+    """Check a call of KVCache.attend."""
+    own, lengths = store.layout, store.lengths
+    count, s = len(lengths), max(lengths, default=0)
+    later: Later | None = None if given.q_lengths is None else []
     q = _floats(q, "q", later)
-    blhd = layout is not BHLD and _arrays.is_blhd(layout)
+    blhd = _arrays.is_blhd(given.layout)
+    layout = BLHD if blhd else BHLD
     if not _fits(q, 2 if blhd else 1, own, count):
         axes, other = ("L, H", "bhld") if blhd else ("H, L", "blhd")
         hint = f'; it fits with layout="{other}"' if _fits(q, 1 if blhd else 2, own, count) else ""
         raise ValueError(
             f"q has shape {q.shape}; expected ({count}, {axes}, {own.head_dim}) with H a multiple "
-            f"of {heads}, as the cache has{hint}"
+            f"of {own.kv_heads}, as the cache has{hint}"
         )
-    if kv_lengths is not None:
-        kv_lengths = _rules.integers(kv_lengths, "kv_lengths", count, 0, s)
-        kv_lengths = per_item(store, kv_lengths, "kv_lengths")
-    elif lengths and min(lengths) < s:
-        kv_lengths = pages.lengths
-    row = np.zeros(max(own.head_dim, own.v_dim), q.dtype)
-    rows, steps = ((s, heads) if blhd else (heads, s)), (0, 0, 0, row.itemsize)
-    k: Array = np.ndarray((count, *rows, own.head_dim), q.dtype, row, 0, steps)
-    v: Array = np.ndarray((count, *rows, own.v_dim), q.dtype, row, 0, steps)
-    problem, arrays, copies = _check.attention(
-        q, k, v, mask, causal, align, scale, window, softcap, alibi_slopes, sinks, kv_lengths,
-        q_lengths, query_offset, key_offset, layout, return_weights, return_lse, out, threads,
-        None, pages,
-    )  # fmt: skip
+    q = q.swapaxes(1, 2) if blhd else q
+    _, h, length, d = q.shape
+    ragged = lengths if lengths.count(s) < count else None
+    sizes = Sizes(4, (count,), h, own.kv_heads, length, s, d, own.v_dim, q.dtype, ragged)
+    scoring = _rules.options(given, sizes)
+    spans = scoring.rules.spans
     if later:
-        _check.copy_rows((later, None), layout, (count,), problem.rules.spans)
-    if any(store.dropped):
-        _kept(problem, store)
-    return problem, arrays, copies
+        _check.copy_rows((later, None), layout, (count,), spans)
+    kept(sizes, scoring, store.dropped, lengths)
+    _check.feasible(sizes, spans)
+    return _check.with_output(q, None, None, layout, sizes, given, scoring, store.pages())
 
 
-def _kept(problem: Problem, store: Store) -> None:
+def kept(sizes: Sizes, scoring: Scoring, dropped: list[int], lengths: list[int]) -> None:
     """Refuse a call in which a query row may see a key that was dropped.
 
     Row i sees the keys i + shift - left to i + shift + right.  Both ends move on with i, so the
     first row that sees any key sees the earliest.
     """
-    rules = problem.rules
-    for b, (gone, length) in enumerate(zip(store.dropped, store.lengths, strict=True)):
-        rows, there, shift = problem.out.shape[-2], length, problem.shift
+    if not any(dropped):
+        return
+    rules = scoring.rules
+    for b, (gone, length) in enumerate(zip(dropped, lengths, strict=True)):
+        rows, there, shift = sizes.length, length, scoring.shift
         if rules.spans is not None:
             span = rules.spans[b].tolist()
             rows, there = span[_problem.Q_LENGTH], span[_problem.K_LENGTH]

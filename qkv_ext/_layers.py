@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv_ext import _arrays, _check, _problem, _rules
+from qkv_ext import _arrays, _check, _rules
 from qkv_ext._arrays import FLOAT64, Array, operand, same_dtype, shown
+from qkv_ext._options import Given
 from qkv_ext._packed import PackedWeight
-from qkv_ext._unknown import PROJECTION, refuse
+from qkv_ext._problem import Sizes
 from qkv_ext.rotary import tables
-
-_OPTIONS = (
-    "mask", "causal", "align", "scale", "window", "softcap", "alibi_slopes", "sinks", "kv_lengths",
-    "q_lengths", "query_offset", "key_offset", "out", "threads", "backend",
-)  # fmt: skip
-_EXTRAS = ("return_weights", "return_lse")  #: which the calls have among their own arguments
-
-
-def known(options: Mapping[str, object]) -> None:
-    """Refuse an option that no projection call has, by its name, before anything is computed."""
-    unknown = options.keys() - set(_OPTIONS)
-    if unknown:
-        raise refuse(unknown, PROJECTION, _OPTIONS, _EXTRAS)
 
 
 class ProjectedKV(NamedTuple):
@@ -42,15 +30,16 @@ class Projections(NamedTuple):
     biases: dict[str, Any]  # array or None
     num_heads: int
     num_kv_heads: int
+    head_dim: int
+    v_dim: int
 
 
 class Rotary(NamedTuple):
-    """The checked tables of a call, and which elements of a row they turn."""
+    """The checked tables of a call, and which elements of a row are a pair."""
 
     cos: Array  # (n, rotary_dim / 2)
     sin: Array
     interleaved: bool
-    rotary_dim: int | None
 
 
 def _heads(value: object, name: str) -> int:
@@ -106,7 +95,8 @@ def projections(
 
         raise ValueError(misfit + _transposed(there, shapes, fit))
     same_dtype(**arrays)
-    return Projections(weights, biases, h, hkv)
+    d, dv = (weights[part].shape[1] // hkv for part in "kv")
+    return Projections(weights, biases, h, hkv, d, dv)
 
 
 def _misfit(shapes: dict[str, Any], h: int, hkv: int) -> str | None:
@@ -211,7 +201,8 @@ def sequence(x: Any, name: str, layer: Projections, part: str) -> Array:
             f"{name} has shape {array.shape}; expected (..., {w.shape[0]}), the d_in of w_{part}"
             f"{hint}"
         )
-    same_dtype(**{name: array, f"w_{part}": w})
+    if array.dtype is not w.dtype:
+        same_dtype(**{name: array, f"w_{part}": w})
     return array
 
 
@@ -235,41 +226,33 @@ def projected_kv(kv: Any, layer: Projections) -> tuple[Array, Array]:
     return k, v
 
 
-def projected_call(
-    x: Array, k: Array, v: Array, layer: Projections, options: dict[str, Any], name: str
-) -> tuple[Array | None, dict[str, Any]]:
-    """Check what only a layer's call knows: its out, and the options by its own axes."""
-    if k.ndim != x.ndim + 1 or v.ndim != k.ndim:
+def sizes(layer: Projections, x: Array, name: str, k: tuple[int, ...]) -> Sizes:
+    """The sizes of a call, from a sequence (..., L, d_in) and keys of shape (..., Hkv, S, D)."""
+    lead = x.shape[:-2]
+    if len(k) != x.ndim + 1:
         raise ValueError(
-            f"{name} has shape {x.shape}, the projected keys {k.shape}; expected the same number "
+            f"{name} has shape {x.shape}, the projected keys {k}; expected the same number "
             "of leading axes"
         )
-    try:
-        lead = np.broadcast_shapes(x.shape[:-2], k.shape[:-3], v.shape[:-3])
-    except ValueError:
-        raise ValueError(
-            f"{name} has shape {x.shape}, the projected keys {k.shape}; their leading axes do not "
-            "broadcast"
-        ) from None
-    scores = (*lead, layer.num_heads, x.shape[-2], k.shape[-2])
-    if options.get("mask") is not None:  # the batch axis that x (L, d_in) gets is not the caller's
-        compute = _arrays.compute_dtype(x.dtype)
-        options["mask"] = _arrays.mask(options["mask"], scores, compute)
-    if x.ndim == 2:  # nor is it theirs in what each batch item has one of
-        for option, least, most in (
-            ("q_lengths", 0, x.shape[-2]),
-            ("kv_lengths", 0, k.shape[-2]),
-            ("query_offset", -_problem.OPEN, _problem.OPEN),
-        ):
-            if options.get(option) is not None:
-                number = _rules.integers(options[option], option, None, least, most)
-                options[option] = number[None]
-    out = options.pop("out", None)
-    if out is not None:
-        w_o = layer.weights["o"]
-        width = layer.num_heads * v.shape[-1] if w_o is None else w_o.shape[1]
-        _arrays.target(out, (*lead, x.shape[-2], width), x.dtype)
-    return out, options
+    if k[:-3] != lead:
+        try:
+            lead = np.broadcast_shapes(lead, k[:-3])
+        except ValueError:
+            raise ValueError(
+                f"{name} has shape {x.shape}, the projected keys {k}; their leading axes do not "
+                "broadcast"
+            ) from None
+    return Sizes(
+        x.ndim + 1, lead, layer.num_heads, layer.num_kv_heads, x.shape[-2], k[-2], layer.head_dim,
+        layer.v_dim, x.dtype,
+    )  # fmt: skip
+
+
+def output(out: Any, layer: Projections, sizes: Sizes) -> None:
+    """Check the out of a call, before anything is computed."""
+    w_o = layer.weights["o"]
+    width = sizes.h * sizes.dv if w_o is None else w_o.shape[1]
+    _arrays.target(out, (*sizes.lead, sizes.length, width), sizes.dtype)
 
 
 def rotary(given: Any, interleaved: Any, rotary_dim: Any, layer: Projections) -> Rotary | None:
@@ -282,41 +265,17 @@ def rotary(given: Any, interleaved: Any, rotary_dim: Any, layer: Projections) ->
         return None
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise TypeError(f"rotary is a {type(given).__name__}; expected a pair (cos, sin)")
-    d = layer.weights["q"].shape[1] // layer.num_heads
-    cos, sin = tables(given[0], given[1], rotary_dim, d)
-    return Rotary(cos, sin, neighbours, rotary_dim)
+    cos, sin = tables(given[0], given[1], rotary_dim, layer.head_dim)
+    return Rotary(cos, sin, neighbours)
 
 
-def positions(
-    batch: int, length: int, s: int, rows: int, options: dict[str, Any]
-) -> tuple[Array, Array]:
-    """Where queries, (L,) or (B, L), and keys, (S,), stand, as rows of tables with that many.
-
-    It is the axis of causal, window and ALiBi: query i at i + offset, key j at j + key_offset.
-    Padding stands nowhere; it is given position 0, so that it never asks for a longer table.
-    """
-    align = options.get("align", _arrays.BOTTOM_RIGHT)
-    _arrays.choice(align, "align", _arrays.ALIGNS)
-    key_offset = _rules.offset(options.get("key_offset", 0), "key_offset")
-    shift, spans = _rules.spans(
-        align, options.get("q_lengths"), options.get("kv_lengths"), options.get("query_offset"),
-        key_offset, batch, 1, length, s,
-    )  # fmt: skip
-    i, j = np.arange(length), np.arange(s)
-    if spans is None:
-        queries, keys = i + shift + key_offset, j + key_offset
-    else:
-        offset = spans[:, _problem.SHIFT, None] + key_offset
-        queries = np.where(i < spans[:, _problem.Q_LENGTH, None], i + offset, 0)
-        keys = np.where(j < spans[:, _problem.K_LENGTH].max(initial=0), j + key_offset, 0)
-    _covered(rows, queries, keys)
-    return queries, keys
-
-
-def _covered(rows: int, queries: Array, keys: Array) -> None:
+def covered(rows: int, queries: range | Array, keys: range | Array) -> None:
     """Tables of that many rows have one for each of the positions."""
     for name, at in (("queries", queries), ("keys", keys)):
-        low, high = at.min(initial=0), at.max(initial=0)
+        if isinstance(at, range):
+            low, high = (min(at.start, 0), max(at.stop - 1, 0)) if at else (0, 0)
+        else:
+            low, high = at.min(initial=0), at.max(initial=0)
         if low < 0 or high >= max(rows, 1):
             raise ValueError(
                 f"rotary has {rows} rows, but {name} stand at positions up to {high}"
@@ -325,51 +284,34 @@ def _covered(rows: int, queries: Array, keys: Array) -> None:
             )
 
 
-def cached_positions(
-    length: int, before: list[int], counts: list[int], rows: int, options: dict[str, Any]
-) -> tuple[Array, Array]:
-    """Where queries and the keys that are appended with them stand, both (B, L), as positions."""
-    align = options.get("align", _arrays.BOTTOM_RIGHT)
-    _arrays.choice(align, "align", _arrays.ALIGNS)
-    key_offset = _rules.offset(options.get("key_offset", 0), "key_offset")
-    after = [there + count for there, count in zip(before, counts, strict=True)]
-    kv_lengths = options.get("kv_lengths")
-    _, spans = _rules.spans(
-        align, counts, after if kv_lengths is None else kv_lengths, options.get("query_offset"),
-        key_offset, len(before), 1, length, max(after, default=0),
-    )  # fmt: skip
-    assert spans is not None
-    i, taken = np.arange(length), np.array(counts, np.int64).reshape(-1, 1)
-    queries = i + spans[:, _problem.SHIFT, None] + key_offset
-    keys = i + np.array(before, np.int64).reshape(-1, 1) + key_offset
-    queries, keys = np.where(i < taken, queries, 0), np.where(i < taken, keys, 0)
-    _covered(rows, queries, keys)
-    return queries, keys
-
-
 def cached_call(
-    x: Any, cache: Any, layer: Projections, options: Mapping[str, Any]
-) -> tuple[Array, list[int]]:
-    """Check a sequence against a cache, and how many of its rows each item has."""
+    x: Any, cache: Any, layer: Projections, given: Given
+) -> tuple[Array, list[int], Sizes]:
+    """Check a sequence against a cache: how many of its rows each item has, and all sizes."""
     array = sequence(sequence(x, "x", layer, "q"), "x", layer, "k")
     if array.dtype == FLOAT64:
         raise TypeError(
             "x has dtype float64; a cache takes float32, float16 or bfloat16: weights and "
             f"x{_arrays.cast_to(_arrays.FLOAT32)}"
         )
-    d, dv = (layer.weights[part].shape[1] // layer.num_kv_heads for part in "kv")
-    if (cache.num_kv_heads, cache.head_dim, cache.v_dim) != (layer.num_kv_heads, d, dv):
+    h, hkv, d, dv = layer[2:]
+    own, before = cache._store.layout, cache._store.lengths
+    if (own.kv_heads, own.head_dim, own.v_dim) != (hkv, d, dv):
         raise ValueError(
-            f"cache is {cache!r}; expected num_kv_heads={layer.num_kv_heads}, head_dim={d} and "
-            f"v_dim={dv}, as the weights have"
+            f"cache is {cache!r}; expected num_kv_heads={hkv}, head_dim={d} and v_dim={dv}, as the "
+            "weights have"
         )
-    batch, single = cache.batch, array.ndim == 2
-    if array.ndim > 3 or (1 if single else array.shape[0]) != batch:
-        raise ValueError(
-            f"x has shape {array.shape}; expected ({batch}, L, {array.shape[-1]}), as the cache has"
-        )
-    given, length = options.get("q_lengths"), array.shape[-2]
-    if given is None:
-        return array, [length] * batch
-    counts = _rules.integers(given, "q_lengths", None if single else batch, 0, length)
-    return array, counts.reshape(batch).tolist()
+    *lead, length, d_in = array.shape
+    batch = len(before)
+    if len(lead) > 1 or (lead or [1]) != [batch]:
+        expected = f"({batch}, L, {d_in}), as the cache has"
+        raise ValueError(f"x has shape {array.shape}; expected {expected}")
+    counts = [length] * batch
+    if given.q_lengths is not None:
+        one = batch if lead else None
+        counts = _rules.integers(given.q_lengths, "q_lengths", one, 0, length).reshape(-1).tolist()
+    keys = [there + count for there, count in zip(before, counts, strict=True)]
+    s = max(keys, default=0)
+    ragged = None if keys.count(s) == batch > 0 else keys
+    sizes = Sizes(len(lead) + 3, tuple(lead), h, hkv, length, s, d, dv, array.dtype, ragged)
+    return array, counts, sizes

@@ -13,13 +13,50 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from qkv_ext._store import Pages
 
 Array: TypeAlias = NDArray[Any]
 OPEN = 1 << 60  #: a window side, or an offset, beyond which nothing lies
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call, by whoever has arrays, a cache or a layer; nothing else of them is read.
+
+    What the caller has one of for each query is of shape ``rows``: without a batch at rank 2,
+    without heads at rank 2 and 3 of q, k and v.  A layer's x (L, d_in) has heads, and no batch.
+    """
+
+    rank: int  # axes of q (..., H, L, D), those that there are
+    lead: tuple[int, ...]  # the axes before H, broadcast
+    h: int
+    hkv: int
+    length: int  # L
+    s: int
+    d: int
+    dv: int
+    dtype: np.dtype[Any]  # of q
+    keys: Sequence[int] | None = None  # how many each item has, where they are not all S
+    packed: tuple[Array, Array] | None = None  # cumulative lengths: lead is (sequences,)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        if self.rank - len(self.lead) > 2:
+            return (*self.lead, self.h, self.length)
+        return (*self.lead, self.length)
+
+    def by_head(self, x: Array) -> Array:
+        """x (*rows, ...) with the axes that the arrays of a Problem have: batch and heads too."""
+        if self.rank > 3:
+            return x
+        if self.lead:
+            return x[:, None]
+        return x[None] if self.rank > 2 else x[None, None]
 
 
 class Rules(NamedTuple):
@@ -41,12 +78,22 @@ ITEM, Q_START, Q_LENGTH, Q_ROOM, K_START, K_LENGTH, SHIFT = range(7)
 COLUMNS = 7
 
 
+class Scoring(NamedTuple):
+    """The checked options of a call: all that makes scores of Q Kᵀ."""
+
+    mask: Array | None  # as in a Problem
+    scale: float
+    shift: int
+    rules: Rules
+    key_offset: int  # which shift has in it already
+
+
 class Problem(NamedTuple):
     """One attention call.  Leading axes broadcast; every array has the rank of out, at least 4."""
 
     q: Array  # (..., H, L, D); float32, float64, float16 or bfloat16, as k, v and out
-    k: Array  # (..., Hkv, S, D)
-    v: Array  # (..., Hkv, S, Dv)
+    k: Any  # (..., Hkv, S, D), or None where pages hold the keys and values
+    v: Any  # (..., Hkv, S, Dv)
     mask: Array | None  # bool, or the dtype of computation; broadcasts to (..., H, L, S)
     scale: float
     shift: int  # of every item, where rules.spans has none
@@ -55,7 +102,7 @@ class Problem(NamedTuple):
     weights: Array | None  # (..., H, L, S), in the dtype of computation
     lse: Array | None  # (..., H, L), in the dtype of computation
     threads: int
-    pages: Pages | None = None  # of a KVCache, in whose place k and v have only their shapes
+    pages: Pages | None = None  # of a KVCache
 
 
 class Product(NamedTuple):

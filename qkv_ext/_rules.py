@@ -1,28 +1,31 @@
-"""The rules that say which keys a query may see, and what else goes into the softmax, checked."""
+"""What the options of a call say of its scores: which keys a query sees, and what else there is."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from qkv_ext import _arrays
-from qkv_ext._arrays import Array, shown
+from qkv_ext._arrays import FLOAT32, Array, shown
+from qkv_ext._options import DEFAULT, Given
 from qkv_ext._problem import (
-    CAUSAL,
     COLUMNS,
     ITEM,
     K_LENGTH,
     K_START,
     OPEN,
-    PLAIN,
     Q_LENGTH,
     Q_ROOM,
     Q_START,
     SHIFT,
     Rules,
+    Scoring,
+    Sizes,
 )
 
+new = tuple.__new__  #: makes a NamedTuple in half the time
 MOST_HEADS = 1 << 20
 
 
@@ -56,6 +59,8 @@ def integers(value: Any, name: str, count: int | None, least: int, most: int) ->
 
 
 def offset(value: Any, name: str) -> int:
+    if type(value) is int and -OPEN <= value <= OPEN:
+        return value
     return int(integers(value, name, None, -OPEN, OPEN))
 
 
@@ -95,76 +100,130 @@ def per_head(value: Any, name: str, shapes: tuple[tuple[int, ...], ...], dtype: 
     return np.ascontiguousarray(_arrays.finite_as(array, dtype))
 
 
-def rules(
-    causal: Any,
-    window: Any,
-    softcap: Any,
-    alibi_slopes: Any,
-    sinks: Any,
-    batch: int,
-    inner: int,
-    h: int,
-    dtype: Any,
-) -> Rules:
-    """Check every option but those of lengths and offsets.  items are batch times inner."""
-    result = CAUSAL if _arrays.switch(causal, "causal") else PLAIN
-    if window is not None:
-        left, right = _window(window)
-        result = result._replace(left=left, right=min(right, result.right))
-    if softcap is not None:
-        result = result._replace(softcap=_softcap(softcap, dtype))
-    if alibi_slopes is not None:
-        slopes = per_head(alibi_slopes, "alibi_slopes", ((h,), (batch, h)), dtype)
-        result = result._replace(slopes=np.repeat(np.atleast_2d(slopes), inner, axis=0)
-                                 if slopes.ndim == 2 else slopes[None])  # fmt: skip
-    if sinks is not None:
-        result = result._replace(sinks=per_head(sinks, "sinks", ((h,),), dtype))
-    return result
+def options(given: Given, sizes: Sizes) -> Scoring:
+    """Check every option that scores depend on, for a call of these sizes."""
+    _, lead, h, _, length, s, d, _, dtype, keys, packed = sizes
+    compute = dtype if dtype is FLOAT32 else _arrays.compute_dtype(dtype)
+    align = given.align
+    if align is not DEFAULT.align:
+        align = _arrays.choice(align, "align", _arrays.ALIGNS)
+    scale = _arrays.scale(given.scale, d, compute)
+    left, right = OPEN, 0 if _arrays.switch(given.causal, "causal") else OPEN
+    softcap, slopes, sinks = 0.0, None, None
+    if given.window is not None:
+        left, most = _window(given.window)
+        right = min(right, most)
+    if given.softcap is not None:
+        softcap = _softcap(given.softcap, compute)
+    if given.alibi_slopes is not None:
+        shapes = ((h,), (lead[0] if lead else 1, h))
+        slopes = per_head(given.alibi_slopes, "alibi_slopes", shapes, compute)
+        slopes = np.repeat(slopes, math.prod(lead[1:]), 0) if slopes.ndim == 2 else slopes[None]
+    if given.sinks is not None:
+        sinks = per_head(given.sinks, "sinks", ((h,),), compute)
+    key_offset = offset(given.key_offset, "key_offset")
+    bottom_right, spans = align == _arrays.BOTTOM_RIGHT, None
+    if (
+        given.q_lengths is None
+        and given.kv_lengths is None
+        and given.query_offset is None
+        and keys is None
+        and packed is None
+    ):
+        shift = _align(bottom_right, s, length) - key_offset
+    else:
+        shift, spans = _spans(given, sizes, bottom_right, key_offset)
+    mask = given.mask
+    if mask is not None:
+        mask = sizes.by_head(_arrays.mask(mask, (*sizes.rows, sizes.s), compute))
+    rules = new(Rules, (left, right, softcap, slopes, sinks, spans))
+    return new(Scoring, (mask, scale, shift, rules, key_offset))
 
 
-def spans(
-    align: str,
-    q_lengths: Any,
-    kv_lengths: Any,
-    query_offset: Any,
-    key_offset: Any,
-    batch: int | None,
-    inner: int,
-    length: int,
-    s: int,
+def _align(bottom_right: bool, keys: Any, queries: Any) -> Any:
+    """The position of the first query that align says."""
+    return keys - queries if bottom_right else 0
+
+
+def _spans(
+    given: Given, sizes: Sizes, bottom_right: bool, key_offset: int
 ) -> tuple[int, Array | None]:
     """The shift of every item where they have one and no lengths, else the spans of the items.
 
-    batch is the length of the first axis, None at rank 2, where lengths and offsets are integers;
-    inner is how many items each of its entries has.
+    An item is one of the first axis, as often as the axes between it and the heads say.
     """
-    key = offset(key_offset, "key_offset")
-    rank = 0
+    length, query_offset, rank = sizes.length, given.query_offset, 0
     if query_offset is not None:
         query_offset = integer_array(query_offset, "query_offset")
         rank = query_offset.ndim
-    if q_lengths is None and kv_lengths is None and rank == 0:
-        if query_offset is None:
-            return (s - length if align == "bottom-right" else 0) - key, None
-        return offset(query_offset, "query_offset") - key, None
-    count = 1 if batch is None else batch
-    table = np.zeros((count, COLUMNS), np.int64)
-    table[:, Q_LENGTH] = table[:, Q_ROOM] = length
-    table[:, K_LENGTH] = s
-    if q_lengths is not None:
-        table[:, Q_LENGTH] = integers(q_lengths, "q_lengths", batch, 0, length)
-    if kv_lengths is not None:
-        table[:, K_LENGTH] = integers(kv_lengths, "kv_lengths", batch, 0, s)
+        if given.q_lengths is given.kv_lengths is sizes.keys is None and rank == 0:
+            return offset(query_offset, "query_offset") - key_offset, None
+    batch = sizes.lead[0] if sizes.lead else None  # without a first axis they are integers
+    table = np.zeros((1 if batch is None else batch, COLUMNS), np.int64)
+    table[:, Q_LENGTH], table[:, K_LENGTH] = length, sizes.s if sizes.keys is None else sizes.keys
+    if sizes.packed is not None:
+        for ends, start, count in zip(
+            sizes.packed, (Q_START, K_START), (Q_LENGTH, K_LENGTH), strict=True
+        ):
+            table[:, start], table[:, count] = ends[:-1], np.diff(ends)
+    table[:, Q_ROOM] = table[:, Q_LENGTH]
+    if given.q_lengths is not None:
+        table[:, Q_LENGTH] = integers(given.q_lengths, "q_lengths", batch, 0, length)
+    if given.kv_lengths is not None:
+        table[:, K_LENGTH] = _kv_lengths(given.kv_lengths, sizes, table[:, K_LENGTH])
     if query_offset is not None:
-        first = integers(query_offset, "query_offset", batch if rank else None, -OPEN, OPEN)
-        table[:, SHIFT] = first - key
-    elif align == "bottom-right":
-        table[:, SHIFT] = table[:, K_LENGTH] - table[:, Q_LENGTH] - key
+        shift = integers(query_offset, "query_offset", batch if rank else None, -OPEN, OPEN)
     else:
-        table[:, SHIFT] = -key
-    table = np.repeat(table, inner, axis=0)
-    table[:, ITEM] = np.arange(len(table))
+        shift = _align(bottom_right, table[:, K_LENGTH], table[:, Q_LENGTH])
+    table[:, SHIFT] = shift - key_offset
+    if sizes.packed is None:
+        table = np.repeat(table, math.prod(sizes.lead[1:]), axis=0)
+        table[:, ITEM] = np.arange(len(table))
     return 0, table
+
+
+def _kv_lengths(value: Any, sizes: Sizes, own: Array) -> Array:
+    """Integers, each at most the keys that its item has."""
+    batch = sizes.lead[0] if sizes.lead else None
+    lengths = integers(value, "kv_lengths", batch, 0, int(own.max(initial=0)))
+    beyond = np.flatnonzero(lengths > own)
+    if beyond.size:
+        n = beyond[0]
+        item, most = ("item", "length") if sizes.packed is None else ("sequence", "span")
+        raise ValueError(
+            f"kv_lengths holds {lengths.reshape(-1)[n]} for {item} {n}; expected at most its "
+            f"{most}, {own[n]}"
+        )
+    return lengths
+
+
+def positions(
+    scoring: Scoring, sizes: Sizes, before: list[int] | None = None
+) -> tuple[range | Array, range | Array]:
+    """Where queries and keys stand, on the axis of causal, window and ALiBi.
+
+    Each is (L,) or (B, L), and (S,) for keys that are there.  With the lengths of a cache before
+    they are appended, keys are as many as queries: (L,) or (B, L).  Padding stands nowhere; it is
+    given position 0, so that it never asks for a longer table.
+    """
+    _, _, shift, rules, key_offset = scoring
+    length, s, spans = sizes.length, sizes.s, rules.spans
+    if spans is None:
+        start = shift + key_offset
+        first, count = (key_offset, s) if before is None else (s - length + key_offset, length)
+        return range(start, start + length), range(first, first + count)
+    i = np.arange(length)
+    inner = math.prod(sizes.lead[1:])
+    if inner == 0:  # of no items there is nothing to turn
+        return np.zeros((sizes.lead[0], length), np.int64), np.zeros(s, np.int64)
+    spans = spans[::inner]
+    there = i < spans[:, Q_LENGTH, None]
+    queries = np.where(there, i + spans[:, SHIFT, None] + key_offset, 0)
+    if before is not None:
+        keys = i + np.array(before, np.int64)[:, None] + key_offset
+        return queries, np.where(there, keys, 0)
+    j = np.arange(s)
+    return queries, np.where(j < spans[:, K_LENGTH].max(initial=0), j + key_offset, 0)
 
 
 def pairs(table: Array) -> float:
@@ -186,28 +245,6 @@ def cumulative(value: Any, name: str, total: int) -> Array:
             + f"; expected it to start at 0, never to fall, and to end at {total}"
         )
     return array
-
-
-def packed_spans(align: str, cu_q: Array, cu_k: Array, kv_lengths: Any) -> Array:
-    """The spans of the sequences of a packed batch; kv_lengths are at most each sequence's own."""
-    count = len(cu_q) - 1
-    table = np.zeros((count, COLUMNS), np.int64)
-    table[:, Q_START], table[:, Q_LENGTH] = cu_q[:-1], np.diff(cu_q)
-    table[:, Q_ROOM] = table[:, Q_LENGTH]
-    table[:, K_START], table[:, K_LENGTH] = cu_k[:-1], np.diff(cu_k)
-    if kv_lengths is not None:
-        most = int(table[:, K_LENGTH].max(initial=0))
-        lengths = integers(kv_lengths, "kv_lengths", count, 0, most)
-        if (lengths > table[:, K_LENGTH]).any():
-            worst = int(np.argmax(lengths - table[:, K_LENGTH]))
-            raise ValueError(
-                f"kv_lengths holds {lengths[worst]} for sequence {worst}; expected at most its "
-                f"span, {table[worst, K_LENGTH]}"
-            )
-        table[:, K_LENGTH] = lengths
-    if align == "bottom-right":
-        table[:, SHIFT] = table[:, K_LENGTH] - table[:, Q_LENGTH]
-    return table
 
 
 def default_slopes(num_heads: Any) -> Array:

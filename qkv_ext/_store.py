@@ -106,7 +106,7 @@ class Pages(NamedTuple):
     """
 
     layout: Layout
-    lengths: Array  # int64 (B,)
+    longest: int  # S, the largest length of an item
     table: Array  # int64 (pages, 4): where k, v, k_scale and v_scale lie, 0 for none
     first: Array  # int64 (B + 1,)
     items: list[Item]  # which hold the memory that table points to
@@ -147,10 +147,9 @@ class Store:
             np.cumsum([len(part) for part in parts], out=first[1:])
             self._first = first
             self._table = np.concatenate(parts) if parts else np.zeros((0, 4), np.int64)
-        lengths = np.array(self.lengths, np.int64)
-        return Pages(
-            self.layout, lengths, self._table, self._first, self.items, self.pool.large_scales
-        )
+        longest = max(self.lengths, default=0)
+        fields = self.layout, longest, self._table, self._first, self.items, self.pool.large_scales
+        return Pages(*fields)
 
     def nbytes(self) -> int:
         held = sum(page is not None for item in self.items for page in item.pages)

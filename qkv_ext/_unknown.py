@@ -1,20 +1,8 @@
-"""Options that a call does not have: what other libraries call them, and what they are here.
-
-A call takes what it does not know as ``**unknown`` (some 15 ns of a call, where a wrapper takes ten
-times that) and gives it to ``refuse``.
-"""
+"""Options that a call does not have: what other libraries call them, and what they are here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from functools import update_wrapper
-from types import FunctionType
-from typing import Any, TypeVar
-
-PROJECTION = "a projection call"  #: self_attention, cross_attention, a layer, and their traces
-
-CO_VARKEYWORDS = 0x08  #: of inspect: the function takes **keywords
-F = TypeVar("F", bound=Callable[..., Any])
+from collections.abc import Collection
 
 _NOT_HERE = "inference has none, leave it out"
 _IMPLIED = "the shapes imply it, leave it out"
@@ -66,24 +54,7 @@ def refuse(
     """The error for options that a call does not have; it has those, and more to be hinted at."""
     name = min(given)
     message = f"{call}() got an unexpected keyword argument {name!r}"
-    if call == PROJECTION:
-        message = f"{name!r} is no option of {call}"
     ours, hint = _OTHERS.get(name, ("", ""))
     if hint and (ours is None or ours in options or ours in more):
         return TypeError(f"{message}; {hint if ours is None else f'here it is {hint}'}")
     return TypeError(f"{message}; expected {', '.join(options)}")
-
-
-def named_options(function: F) -> F:
-    """Leave **unknown out of the signature that help() and inspect show.
-
-    They ask what a function wraps: a twin without it, never called.  (A Signature would do too, but
-    importing inspect takes as long as all the rest.)
-    """
-    of: Any = function
-    code = of.__code__.replace(co_flags=of.__code__.co_flags & ~CO_VARKEYWORDS)
-    twin = FunctionType(code, of.__globals__, argdefs=of.__defaults__, closure=of.__closure__)
-    twin.__kwdefaults__ = of.__kwdefaults__
-    of.__wrapped__ = update_wrapper(twin, of)
-    del twin.__dict__["__wrapped__"]
-    return function

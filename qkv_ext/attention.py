@@ -3,117 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qkv_ext import _backends, _check, _rules
 from qkv_ext._backends import default_backend
+from qkv_ext._options import (
+    ATTENTION,
+    EXTRAS,
+    VARLEN,
+    Flag,
+    Given,
+    LayoutOptions,
+    No,
+    Options,
+    VarlenOptions,
+    Yes,
+    shows,
+    take,
+)
 from qkv_ext._threads import threads_of
-from qkv_ext._unknown import named_options, refuse
+from qkv_ext._unknown import refuse
 
 Array = NDArray[Any]
 
 __all__ = ["Options", "alibi_slopes", "scaled_dot_product_attention", "varlen_attention"]
 
-_EXTRAS = ("layout", "return_weights", "return_lse")  #: options that change what is returned
-#: The defaults, the very objects in most calls.  An array is never compared with them.
-_ALIGN, _LAYOUT = "bottom-right", "bhld"
-
-
-class Options(TypedDict, total=False):
-    """The options that every attention call passes on; none changes what it returns."""
-
-    mask: ArrayLike | None
-    causal: bool | np.bool_
-    align: Literal["bottom-right", "top-left"]
-    scale: float | np.floating[Any] | None
-    window: Sequence[int | np.integer[Any] | None] | None
-    softcap: float | np.floating[Any] | None
-    alibi_slopes: ArrayLike | None
-    sinks: ArrayLike | None
-    kv_lengths: ArrayLike | None
-    q_lengths: ArrayLike | None
-    query_offset: ArrayLike | None
-    key_offset: int | np.integer[Any]
-    out: Array | None
-    threads: int | None
-    backend: str | None
-
-
-class VarlenOptions(TypedDict, total=False):
-    """The options of varlen_attention; none changes what it returns."""
-
-    causal: bool | np.bool_
-    align: Literal["bottom-right", "top-left"]
-    scale: float | np.floating[Any] | None
-    window: Sequence[int | np.integer[Any] | None] | None
-    softcap: float | np.floating[Any] | None
-    alibi_slopes: ArrayLike | None
-    sinks: ArrayLike | None
-    kv_lengths: ArrayLike | None
-    out: Array | None
-    threads: int | None
-    backend: str | None
-
 
 @overload
 def scaled_dot_product_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    layout: Literal["bhld", "blhd"] = ...,
-    return_weights: Literal[False] = ...,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[Options],
-) -> Array: ...
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *,
+    return_weights: No = ..., return_lse: No = ..., **options: Unpack[LayoutOptions],
+) -> Array: ...  # fmt: skip
 @overload
 def scaled_dot_product_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    layout: Literal["bhld", "blhd"] = ...,
-    return_weights: Literal[True],
-    return_lse: Literal[False] = ...,
-    **options: Unpack[Options],
-) -> tuple[Array, Array]: ...
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *,
+    return_weights: Yes, return_lse: No = ..., **options: Unpack[LayoutOptions],
+) -> tuple[Array, Array]: ...  # fmt: skip
 @overload
 def scaled_dot_product_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    layout: Literal["bhld", "blhd"] = ...,
-    return_weights: Literal[False] = ...,
-    return_lse: Literal[True],
-    **options: Unpack[Options],
-) -> tuple[Array, Array]: ...
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *,
+    return_weights: No = ..., return_lse: Yes, **options: Unpack[LayoutOptions],
+) -> tuple[Array, Array]: ...  # fmt: skip
 @overload
 def scaled_dot_product_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    layout: Literal["bhld", "blhd"] = ...,
-    return_weights: Literal[True],
-    return_lse: Literal[True],
-    **options: Unpack[Options],
-) -> tuple[Array, Array, Array]: ...
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *,
+    return_weights: Yes, return_lse: Yes, **options: Unpack[LayoutOptions],
+) -> tuple[Array, Array, Array]: ...  # fmt: skip
 @overload
 def scaled_dot_product_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    layout: Literal["bhld", "blhd"] = ...,
-    return_weights: bool | np.bool_ = ...,
-    return_lse: bool | np.bool_ = ...,
-    **options: Unpack[Options],
-) -> Array | tuple[Array, ...]: ...
-@named_options
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *,
+    return_weights: Flag = ..., return_lse: Flag = ..., **options: Unpack[LayoutOptions],
+) -> Array | tuple[Array, ...]: ...  # fmt: skip
+@shows(LayoutOptions, *EXTRAS)
 def scaled_dot_product_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -251,70 +195,34 @@ def scaled_dot_product_attention(
     T. Dao et al., "FlashAttention" (2022).
     """
     if unknown:
-        raise refuse(unknown, "scaled_dot_product_attention", (*Options.__annotations__, *_EXTRAS))
-    if (
-        mask is None
-        and scale is None
-        and window is None
-        and softcap is None
-        and alibi_slopes is None
-        and sinks is None
-        and kv_lengths is None
-        and q_lengths is None
-        and query_offset is None
-        and key_offset is _check.NO_OFFSET
-        and out is None
-        and return_weights is False
-        and return_lse is False
-        and (causal is False or causal is True)
-        and (align is _ALIGN or (type(align) is str and align == _ALIGN))
-        and (layout is _LAYOUT or (type(layout) is str and layout == _LAYOUT))
-    ):  # most calls: their arrays can often be taken as they are
-        chosen = default_backend(backend)
-        output = chosen.plain_attention(q, k, v, causal, threads_of(threads))
-        if output is not None:
-            return output
-    checked = _check.attention(
-        q, k, v, mask, causal, align, scale, window, softcap, alibi_slopes, sinks, kv_lengths,
-        q_lengths, query_offset, key_offset, layout, return_weights, return_lse, out, threads,
+        raise refuse(unknown, "scaled_dot_product_attention", ATTENTION)
+    given = (
+        mask, causal, align, scale, window, softcap, alibi_slopes, sinks, kv_lengths, q_lengths,
+        query_offset, key_offset, layout, return_weights, return_lse, out, threads, backend,
     )  # fmt: skip
-    return _backends.attention(checked, backend)
+    # most calls give no option but causal, and their arrays can often be taken as they are
+    output = default_backend(backend).plain_attention(q, k, v, given, threads_of(threads))
+    if output is not None:
+        return output
+    return _backends.attention(_check.attention(q, k, v, tuple.__new__(Given, given)), backend)
 
 
 @overload
 def varlen_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    cu_seqlens_q: ArrayLike,
-    cu_seqlens_k: ArrayLike,
-    *,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[VarlenOptions],
-) -> Array: ...
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, cu_seqlens_q: ArrayLike, cu_seqlens_k: ArrayLike, *,
+    return_lse: No = ..., **options: Unpack[VarlenOptions],
+) -> Array: ...  # fmt: skip
 @overload
 def varlen_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    cu_seqlens_q: ArrayLike,
-    cu_seqlens_k: ArrayLike,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[VarlenOptions],
-) -> tuple[Array, Array]: ...
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, cu_seqlens_q: ArrayLike, cu_seqlens_k: ArrayLike, *,
+    return_lse: Yes, **options: Unpack[VarlenOptions],
+) -> tuple[Array, Array]: ...  # fmt: skip
 @overload
 def varlen_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    cu_seqlens_q: ArrayLike,
-    cu_seqlens_k: ArrayLike,
-    *,
-    return_lse: bool | np.bool_ = ...,
-    **options: Unpack[VarlenOptions],
-) -> Array | tuple[Array, ...]: ...
-@named_options
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, cu_seqlens_q: ArrayLike, cu_seqlens_k: ArrayLike, *,
+    return_lse: Flag = ..., **options: Unpack[VarlenOptions],
+) -> Array | tuple[Array, ...]: ...  # fmt: skip
+@shows(VarlenOptions, "return_lse")
 def varlen_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -322,19 +230,8 @@ def varlen_attention(
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     *,
-    causal: bool | np.bool_ = False,
-    align: Literal["bottom-right", "top-left"] = "bottom-right",
-    scale: float | np.floating[Any] | None = None,
-    window: Sequence[int | np.integer[Any] | None] | None = None,
-    softcap: float | np.floating[Any] | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    kv_lengths: ArrayLike | None = None,
     return_lse: bool | np.bool_ = False,
-    out: Array | None = None,
-    threads: int | None = None,
-    backend: str | None = None,
-    **unknown: Any,
+    **options: Unpack[VarlenOptions],
 ) -> Any:
     """Attention over a packed batch of sequences of any lengths, laid end to end without padding.
 
@@ -352,7 +249,7 @@ def varlen_attention(
     alibi_slopes : array (H,) or (N, H), optional
     kv_lengths : integers (N,), optional
         How many keys of each sequence's span are there.
-    causal, align, scale, window, softcap, sinks, out, threads, backend
+    **options
         As in ``scaled_dot_product_attention``.
     return_lse : bool
         Return the log-sum-exp (Tq, H) as well.
@@ -384,14 +281,9 @@ def varlen_attention(
     ----------
     The packed form is that of T. Dao et al., FlashAttention.
     """
-    if unknown:
-        known = (*VarlenOptions.__annotations__, "return_lse")
-        raise refuse(unknown, "varlen_attention", known)
-    checked = _check.varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, causal, align, scale, window, softcap, alibi_slopes,
-        sinks, kv_lengths, return_lse, out, threads,
-    )  # fmt: skip
-    return _backends.attention(checked, backend)
+    given = take(options, "varlen_attention", VARLEN, return_lse=return_lse)
+    checked = _check.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, given)
+    return _backends.attention(checked, given.backend)
 
 
 def alibi_slopes(num_heads: int) -> Array:

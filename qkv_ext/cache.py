@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from qkv_ext import _backends, _check_cache, _copies
+from qkv_ext._options import ATTENTION, EXTRAS, Flag, LayoutOptions, No, Yes, shows, take
 from qkv_ext._store import Store
-from qkv_ext._unknown import named_options, refuse
-from qkv_ext.attention import _EXTRAS, Options
 
 Array = NDArray[Any]
 
@@ -222,78 +221,37 @@ class KVCache:
 
     @overload
     def attend(
-        self,
-        q: ArrayLike,
-        *,
-        layout: Literal["bhld", "blhd"] = ...,
-        return_weights: Literal[False] = ...,
-        return_lse: Literal[False] = ...,
-        **options: Unpack[Options],
-    ) -> Array: ...
+        self, q: ArrayLike, *,
+        return_weights: No = ..., return_lse: No = ..., **options: Unpack[LayoutOptions],
+    ) -> Array: ...  # fmt: skip
     @overload
     def attend(
-        self,
-        q: ArrayLike,
-        *,
-        layout: Literal["bhld", "blhd"] = ...,
-        return_weights: Literal[True],
-        return_lse: Literal[False] = ...,
-        **options: Unpack[Options],
-    ) -> tuple[Array, Array]: ...
+        self, q: ArrayLike, *,
+        return_weights: Yes, return_lse: No = ..., **options: Unpack[LayoutOptions],
+    ) -> tuple[Array, Array]: ...  # fmt: skip
     @overload
     def attend(
-        self,
-        q: ArrayLike,
-        *,
-        layout: Literal["bhld", "blhd"] = ...,
-        return_weights: Literal[False] = ...,
-        return_lse: Literal[True],
-        **options: Unpack[Options],
-    ) -> tuple[Array, Array]: ...
+        self, q: ArrayLike, *,
+        return_weights: No = ..., return_lse: Yes, **options: Unpack[LayoutOptions],
+    ) -> tuple[Array, Array]: ...  # fmt: skip
     @overload
     def attend(
-        self,
-        q: ArrayLike,
-        *,
-        layout: Literal["bhld", "blhd"] = ...,
-        return_weights: Literal[True],
-        return_lse: Literal[True],
-        **options: Unpack[Options],
-    ) -> tuple[Array, Array, Array]: ...
+        self, q: ArrayLike, *,
+        return_weights: Yes, return_lse: Yes, **options: Unpack[LayoutOptions],
+    ) -> tuple[Array, Array, Array]: ...  # fmt: skip
     @overload
     def attend(
-        self,
-        q: ArrayLike,
-        *,
-        layout: Literal["bhld", "blhd"] = ...,
-        return_weights: bool | np.bool_ = ...,
-        return_lse: bool | np.bool_ = ...,
-        **options: Unpack[Options],
-    ) -> Array | tuple[Array, ...]: ...
-    @named_options
+        self, q: ArrayLike, *,
+        return_weights: Flag = ..., return_lse: Flag = ..., **options: Unpack[LayoutOptions],
+    ) -> Array | tuple[Array, ...]: ...  # fmt: skip
+    @shows(LayoutOptions, *EXTRAS)
     def attend(
         self,
         q: ArrayLike,
         *,
-        mask: Any = None,
-        causal: Any = False,
-        align: Any = "bottom-right",
-        scale: Any = None,
-        window: Any = None,
-        softcap: Any = None,
-        alibi_slopes: Any = None,
-        sinks: Any = None,
-        kv_lengths: Any = None,
-        q_lengths: Any = None,
-        query_offset: Any = None,
-        key_offset: Any = 0,
-        layout: Literal["bhld", "blhd"] = "bhld",
         return_weights: bool | np.bool_ = False,
         return_lse: bool | np.bool_ = False,
-        out: Array | None = None,
-        threads: int | None = None,
-        backend: str | None = None,
-        **unknown: Any,
+        **options: Unpack[LayoutOptions],
     ) -> Any:
         """Attention of q to the keys and values that are there.
 
@@ -301,8 +259,6 @@ class KVCache:
         ----------
         q : array (B, H, L, D)
             float32, float16 or bfloat16, whatever the cache keeps; H is a multiple of Hkv.
-        mask, causal, align, scale, window, softcap, alibi_slopes, sinks, query_offset, key_offset
-            As in ``scaled_dot_product_attention``.  S is the largest of the lengths, for mask too.
         kv_lengths : integers (B,), optional
             How many keys of each item take part, the lengths of the cache by default and at most.
         q_lengths : integers (B,), optional
@@ -311,8 +267,8 @@ class KVCache:
             "blhd" takes q and out as (B, L, H, D) and (B, L, H, Dv).
         return_weights, return_lse : bool
             Return the weights (B, H, L, S) and the log-sum-exp (B, H, L) as well.
-        out, threads, backend
-            As in ``scaled_dot_product_attention``.
+        **options
+            As in ``scaled_dot_product_attention``.  S is the largest of the lengths, for mask too.
 
         Returns
         -------
@@ -334,19 +290,10 @@ class KVCache:
         >>> cache.attend(k, causal=True)[0, 0, :, 0]
         array([1., 2., 4.], dtype=float32)
         """
-        if unknown:
-            raise refuse(unknown, "KVCache.attend", (*Options.__annotations__, *_EXTRAS))
+        given = take(options, "KVCache.attend", ATTENTION, return_weights, return_lse)
         with self._turn():
-            return self._attend(
-                q, mask, causal, align, scale, window, softcap, alibi_slopes, sinks, kv_lengths,
-                q_lengths, query_offset, key_offset, layout, return_weights, return_lse, out,
-                threads, backend=backend,
-            )  # fmt: skip
-
-    def _attend(self, *arguments: Any, backend: str | None = None, **options: Any) -> Any:
-        """Under the lock."""
-        checked = _check_cache.attention(self._store, *arguments, **options)
-        return _backends.attention(checked, backend)
+            checked = _check_cache.attention(self._store, q, given)
+            return _backends.attention(checked, given.backend)
 
     # ---- what is there --------------------------------------------------------------------------
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Self, Unpack, overload
+from typing import Any, Self, Unpack, overload
 
-import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv_ext import _cached, _copies, _layers, _state_dict
+from qkv_ext import _backends, _copies, _forward, _layers, _state_dict
+from qkv_ext._options import PROJECTION, Flag, No, Options, Yes, shows, take
 from qkv_ext._packed import PackedWeight
-from qkv_ext.attention import Options
+from qkv_ext._threads import threads_of
 from qkv_ext.cache import KVCache
 from qkv_ext.linear import pack_weight
-from qkv_ext.projected import ProjectedKV, Weight, attend, project_kv
+from qkv_ext.projected import ProjectedKV, Weight
 
 Array = NDArray[Any]
 
@@ -249,59 +249,36 @@ class MultiHeadAttention:
         >>> kv.k.shape, mha(np.ones((1, 8), "f4"), kv=kv).shape
         ((2, 6, 4), (1, 8))
         """
-        options: Options = {"threads": threads, "backend": backend}
-        return project_kv(self._layer, context, "context", options)
+        array = _layers.sequence(context, "context", self._layer, "k")
+        chosen = _backends.choose(backend, array.dtype)
+        return _forward.project_kv(self._layer, array, chosen, threads_of(threads))
 
     @overload
     def __call__(
-        self,
-        x: ArrayLike,
-        context: ArrayLike | None = ...,
-        *,
-        return_weights: Literal[False] = ...,
-        return_lse: Literal[False] = ...,
-        **options: Unpack[CallOptions],
-    ) -> Array: ...
+        self, x: ArrayLike, context: ArrayLike | None = ..., *,
+        return_weights: No = ..., return_lse: No = ..., **options: Unpack[CallOptions],
+    ) -> Array: ...  # fmt: skip
     @overload
     def __call__(
-        self,
-        x: ArrayLike,
-        context: ArrayLike | None = ...,
-        *,
-        return_weights: Literal[True],
-        return_lse: Literal[False] = ...,
-        **options: Unpack[CallOptions],
-    ) -> tuple[Array, Array]: ...
+        self, x: ArrayLike, context: ArrayLike | None = ..., *,
+        return_weights: Yes, return_lse: No = ..., **options: Unpack[CallOptions],
+    ) -> tuple[Array, Array]: ...  # fmt: skip
     @overload
     def __call__(
-        self,
-        x: ArrayLike,
-        context: ArrayLike | None = ...,
-        *,
-        return_weights: Literal[False] = ...,
-        return_lse: Literal[True],
-        **options: Unpack[CallOptions],
-    ) -> tuple[Array, Array]: ...
+        self, x: ArrayLike, context: ArrayLike | None = ..., *,
+        return_weights: No = ..., return_lse: Yes, **options: Unpack[CallOptions],
+    ) -> tuple[Array, Array]: ...  # fmt: skip
     @overload
     def __call__(
-        self,
-        x: ArrayLike,
-        context: ArrayLike | None = ...,
-        *,
-        return_weights: Literal[True],
-        return_lse: Literal[True],
-        **options: Unpack[CallOptions],
-    ) -> tuple[Array, Array, Array]: ...
+        self, x: ArrayLike, context: ArrayLike | None = ..., *,
+        return_weights: Yes, return_lse: Yes, **options: Unpack[CallOptions],
+    ) -> tuple[Array, Array, Array]: ...  # fmt: skip
     @overload
     def __call__(
-        self,
-        x: ArrayLike,
-        context: ArrayLike | None = ...,
-        *,
-        return_weights: bool | np.bool_ = ...,
-        return_lse: bool | np.bool_ = ...,
-        **options: Unpack[CallOptions],
-    ) -> Array | tuple[Array, ...]: ...
+        self, x: ArrayLike, context: ArrayLike | None = ..., *,
+        return_weights: Flag = ..., return_lse: Flag = ..., **options: Unpack[CallOptions],
+    ) -> Array | tuple[Array, ...]: ...  # fmt: skip
+    @shows(Options)
     def __call__(
         self,
         x: ArrayLike,
@@ -312,8 +289,8 @@ class MultiHeadAttention:
         rotary: tuple[ArrayLike, ArrayLike] | None = None,
         interleaved: bool = False,
         rotary_dim: int | None = None,
-        return_weights: bool | np.bool_ = False,
-        return_lse: bool | np.bool_ = False,
+        return_weights: Flag = False,
+        return_lse: Flag = False,
         **options: Unpack[Options],
     ) -> Any:
         """Self-attention of x, or attention of x to a context.
@@ -339,10 +316,9 @@ class MultiHeadAttention:
         return_weights, return_lse : bool
             Return the weights (..., H, L, S) and the log-sum-exp (..., H, L) as well.
         **options
-            mask, causal, align, scale, window, softcap, alibi_slopes, sinks, kv_lengths, q_lengths,
-            query_offset, key_offset, threads, backend as in ``scaled_dot_product_attention``.
-            Masks broadcast to (..., H, L, S); lengths and query_offset are (B,) with the first axis
-            of x, integers where x is (L, d_in).  out is the final (..., L, d_out).
+            As in ``scaled_dot_product_attention``.  Masks broadcast to (..., H, L, S); lengths and
+            query_offset are (B,) with the first axis of x, integers where x is (L, d_in).  out is
+            the final (..., L, d_out).
 
         Returns
         -------
@@ -372,22 +348,24 @@ class MultiHeadAttention:
         >>> mha(x[:, :1], cache=cache, rotary=rotary).shape, cache.lengths
         ((2, 1, 8), array([6, 4]))
         """
-        _layers.known(options)
-        turn = _layers.rotary(rotary, interleaved, rotary_dim, self._layer)
+        given = take(options, "MultiHeadAttention.__call__", PROJECTION, return_weights, return_lse)
+        layer = self._layer
+        tables = _layers.rotary(rotary, interleaved, rotary_dim, layer)
         if cache is not None:
             if context is not None or kv is not None:
                 name = "kv" if context is None else "context"
                 raise ValueError(f"{name} and cache are both given; expected one of them")
-            asked = return_weights, return_lse
-            return _cached.attend(self._layer, x, cache, *asked, options, turn)
-        if kv is None:
-            name = "x" if context is None else "context"
-            kv = project_kv(self._layer, x if context is None else context, name, options)
-        elif context is not None:
-            raise ValueError("context and kv are both given; expected one of them")
-        else:
-            kv = ProjectedKV(*_layers.projected_kv(kv, self._layer))
-        return attend(self._layer, x, kv, return_weights, return_lse, options, rotary=turn)
+            if not isinstance(cache, KVCache):
+                raise TypeError(f"cache is a {type(cache).__name__}; expected a KVCache")
+            return _forward.step(layer, x, cache, given, tables)
+        if kv is not None:
+            if context is not None:
+                raise ValueError("context and kv are both given; expected one of them")
+            kv = ProjectedKV(*_layers.projected_kv(kv, layer))
+            return _forward.forward(layer, x, None, given, rotary=tables, kv=kv)
+        if context is None:
+            return _forward.forward(layer, x, x, given, rotary=tables)
+        return _forward.forward(layer, x, context, given, ("x", "context"), tables)
 
     def __reduce__(self) -> tuple[Any, ...]:
         layer = self._layer

@@ -274,10 +274,11 @@ def _positions(positions: Any, x: Array, blhd: bool, n: int) -> Array | None:
     return flat.reshape(array.shape)
 
 
-def _rounded(
+def rounded(
     cos: Array, sin: Array, positions: Array | None, length: int, dtype: np.dtype[Any]
 ) -> tuple[Array, Array, Array | None]:
-    """Tables in the dtype of computation, and positions in them; only the rows that are taken."""
+    """Tables in which x of that dtype is computed, and positions in them; only rows that it takes."""
+    dtype = _arrays.compute_dtype(dtype)
     if cos.dtype == sin.dtype == dtype:
         return cos, sin, positions
     rows: Any = slice(0, length) if positions is None else positions.ravel()
@@ -305,7 +306,7 @@ def _checked(
     into = output if target is None else target
     if blhd:
         x, into = x.swapaxes(-3, -2), into.swapaxes(-3, -2)
-    cos, sin, rows = _rounded(cos, sin, rows, x.shape[-2], _arrays.compute_dtype(x.dtype))
+    cos, sin, rows = rounded(cos, sin, rows, x.shape[-2], x.dtype)
     neighbours = _arrays.switch(interleaved, "interleaved")
     problem = RotaryProblem(x, cos, sin, rows, neighbours, into, most)
     return problem, _formula if compiled is None else compiled, output, target
@@ -318,6 +319,16 @@ def _same_place(x: Array, out: Any) -> bool:
         and (out.shape, out.strides) == (x.shape, x.strides)
         and out.__array_interface__["data"][0] == x.__array_interface__["data"][0]
     )
+
+
+def turn(queries: RotaryProblem, keys: RotaryProblem, backend: _backends.Backend) -> None:
+    """The inner door: both of a checked step, in one run where that is compiled."""
+    if backend.rotary_step is not None:
+        backend.rotary_step(queries, keys)
+        return
+    with np.errstate(all="ignore"):
+        _formula(queries)
+        _formula(keys)
 
 
 def _formula(problem: RotaryProblem) -> None:

@@ -12,56 +12,34 @@ they mean the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Literal, Never, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv_ext import _arrays, _backends, _check, _layers, _problem
+from qkv_ext import _arrays, _backends, _check, _forward, _layers, _problem
 from qkv_ext._blas import held_to_threads
+from qkv_ext._check import Checked
 from qkv_ext._layers import Projections
+from qkv_ext._options import PROJECTION, TRACE, Given, LayoutOptions, Options, shows, take
 from qkv_ext._problem import Problem
-from qkv_ext._unknown import named_options, refuse
-from qkv_ext.attention import Options
-from qkv_ext.projected import Weight, project_kv, ready, together
+from qkv_ext.projected import Weight
 
 Array = NDArray[Any]
 
 __all__ = ["trace", "trace_cross", "trace_self"]
 
 
-@named_options
+@shows(LayoutOptions)
 def trace(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    mask: ArrayLike | None = None,
-    causal: bool | np.bool_ = False,
-    align: Literal["bottom-right", "top-left"] = "bottom-right",
-    scale: float | np.floating[Any] | None = None,
-    window: Sequence[int | np.integer[Any] | None] | None = None,
-    softcap: float | np.floating[Any] | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    kv_lengths: ArrayLike | None = None,
-    q_lengths: ArrayLike | None = None,
-    query_offset: ArrayLike | None = None,
-    key_offset: int | np.integer[Any] = 0,
-    layout: Literal["bhld", "blhd"] = "bhld",
-    out: Array | None = None,
-    threads: int | None = None,
-    backend: str | None = None,
-    **unknown: Never,
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Unpack[LayoutOptions]
 ) -> dict[str, Array]:
     """Every step of ``scaled_dot_product_attention`` as a named array.
 
     Parameters
     ----------
     q, k, v : array (..., H, L, D), (..., Hkv, S, D), (..., Hkv, S, Dv)
-    mask, causal, align, scale, window, softcap, alibi_slopes, sinks, layout, out
-    kv_lengths, q_lengths, query_offset, key_offset
+    **options
         As in ``scaled_dot_product_attention``.
     threads, backend : optional
         Checked as everywhere; the steps are computed in NumPy.
@@ -115,22 +93,23 @@ def trace(
     ----------
     A. Vaswani et al., "Attention Is All You Need" (2017), section 3.2.1.
     """
-    if unknown:
-        raise refuse(unknown, "trace", (*Options.__annotations__, "layout"))
+    given = take(options, "trace", TRACE, True, True)
     # as a whole, rows past the lengths too: they are shown
     q, k, v = _arrays.operand(q, "q", 2), _arrays.operand(k, "k", 2), _arrays.operand(v, "v", 2)
-    problem, arrays, copies = _check.attention(
-        q, k, v, mask, causal, align, scale, window, softcap, alibi_slopes, sinks, kv_lengths,
-        q_lengths, query_offset, key_offset, layout, True, True, out, threads,
-    )  # fmt: skip
-    _backends.choose("numpy" if backend is None else backend, problem.q.dtype)
-    rank = arrays[0].ndim
+    checked = _check.attention(q, k, v, given)
+    _backends.choose("numpy" if given.backend is None else given.backend, q.dtype)
+    return _named(checked, q.ndim, given.layout == "blhd")
+
+
+def _named(checked: Checked[Problem], rank: int, blhd: bool = False) -> dict[str, Array]:
+    """The steps of a problem with weights and lse, without the axes that a low rank was given."""
+    problem, arrays, copies = checked
 
     def as_given(x: Array, rows: bool = False) -> Array:
-        """Without the axes that a low rank was given; rows are in the layout of q."""
+        """Rows are in the layout of q."""
         if rank < 4:
             return x[0, 0] if rank == 2 else x[:, 0]
-        return x.swapaxes(-3, -2) if rows and layout == "blhd" else x
+        return x.swapaxes(-3, -2) if rows and blhd else x
 
     with np.errstate(all="ignore"):  # NaN, inf and underflow are results here, not accidents
         steps = _steps(problem)
@@ -238,6 +217,7 @@ def _weighted_sum(weights: Array, allowed: Array, v: Array) -> Array:
     return output
 
 
+@shows(Options)
 def trace_self(
     x: ArrayLike,
     w_q: Weight,
@@ -257,7 +237,9 @@ def trace_self(
 
     Parameters
     ----------
-    x, w_q, w_k, w_v, w_o, num_heads, num_kv_heads, b_q, b_k, b_v, b_o, **options
+    x, w_q, w_k, w_v, w_o, num_heads, num_kv_heads, b_q, b_k, b_v, b_o
+        As in ``self_attention``.
+    **options
         As in ``self_attention``.
 
     Returns
@@ -285,10 +267,12 @@ def trace_self(
     ----------
     A. Vaswani et al., "Attention Is All You Need" (2017), section 3.2.2.
     """
+    given = take(options, "trace_self", PROJECTION, True, True)
     layer = _layers.projections(w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads)
-    return _of_layer(layer, ("X", x), ("X", x), options)
+    return _of_layer(layer, {"X": x}, given)
 
 
+@shows(Options)
 def trace_cross(
     x_dec: ArrayLike,
     x_enc: ArrayLike,
@@ -309,7 +293,9 @@ def trace_cross(
 
     Parameters
     ----------
-    x_dec, x_enc, w_q, w_k, w_v, w_o, num_heads, num_kv_heads, b_q, b_k, b_v, b_o, **options
+    x_dec, x_enc, w_q, w_k, w_v, w_o, num_heads, num_kv_heads, b_q, b_k, b_v, b_o
+        As in ``cross_attention``.
+    **options
         As in ``cross_attention``.
 
     Returns
@@ -333,27 +319,28 @@ def trace_cross(
     ----------
     A. Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3.
     """
+    given = take(options, "trace_cross", PROJECTION, True, True)
     layer = _layers.projections(w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads)
-    return _of_layer(layer, ("X_dec", x_dec), ("X_enc", x_enc), options)
+    return _of_layer(layer, {"X_dec": x_dec, "X_enc": x_enc}, given)
 
 
-def _of_layer(
-    layer: Projections,
-    asks: tuple[str, ArrayLike],
-    is_asked: tuple[str, ArrayLike],
-    options: Options,
-) -> dict[str, Array]:
-    """The steps of a layer, for the names and the arrays of its two sequences."""
-    if options.get("backend") is None:
-        options = {**options, "backend": "numpy"}
-    x = _layers.sequence(asks[1], asks[0].lower(), layer, "q")
-    context = _layers.sequence(is_asked[1], is_asked[0].lower(), layer, "k")
-    kv = project_kv(layer, context, is_asked[0].lower(), options)
-    call = ready(layer, x, kv, options, asks[0].lower())
-    steps = trace(call.q, call.k, call.v, **call.options)
-    if call.single:
-        steps = {name: array[0] for name, array in steps.items()}
-    heads, lse = steps.pop("output"), steps.pop("lse")
-    output = together(layer, heads.swapaxes(-3, -2), call.out, options)
-    sequences = {asks[0]: x, is_asked[0]: context}
-    return {**sequences, **steps, "heads": heads, "output": output, "lse": lse}
+def _of_layer(layer: Projections, given: dict[str, ArrayLike], options: Given) -> dict[str, Array]:
+    """The steps of a layer, for the names and the arrays of its sequences: one, or two."""
+    if options.backend is None:
+        options = options._replace(backend="numpy")
+    asks, *_, is_asked = *given, *given
+    call, context = _forward.sequences(
+        layer, given[asks], given[is_asked], options, (asks.lower(), is_asked.lower())
+    )
+    q = _forward.project(layer, "q", call.x, call.backend, call.threads)
+    k, v = _forward.project_kv(layer, context, call.backend, call.threads)
+    if not call.sizes.lead:
+        q, k, v = q[None], k[None], v[None]
+    (problem, extras, copies), heads = _forward.attention(call, q, k, v)
+    steps = _named((problem, (problem.out, *extras), copies), 4)
+    if not call.sizes.lead:
+        steps = {name: x if x is extras[0] or x is extras[1] else x[0] for name, x in steps.items()}
+    attended, lse = steps.pop("output"), steps.pop("lse")
+    output = _forward.output_projection(call, heads)
+    sequences = {asks: call.x, is_asked: context}
+    return {**sequences, **steps, "heads": attended, "output": output, "lse": lse}

@@ -29,7 +29,8 @@ from cpython.buffer cimport (
     PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_IsContiguous, PyBuffer_Release, PyObject_GetBuffer,
 )
 cimport cython
-from libc.math cimport sqrt
+from libc.float cimport FLT_MAX
+from libc.math cimport NAN, isnan, sqrt
 from libc.stdint cimport int64_t
 from libc.string cimport memset
 
@@ -52,6 +53,7 @@ import sys
 
 import numpy
 
+from qkv_ext._options import DEFAULT as NO_OPTIONS
 from qkv_ext._problem import OPEN as NO_LIMIT
 
 BUILD = qkv_build.decode()
@@ -68,6 +70,10 @@ cdef dict STORAGE = {"float32": QKV_FLOAT32, "float16": QKV_FLOAT16, "bfloat16":
 cdef object float32 = numpy.dtype("float32")
 cdef object ndarray = numpy.ndarray
 cdef object empty = numpy.empty
+cdef tuple DEFAULT = tuple(NO_OPTIONS)
+cdef Py_ssize_t CAUSAL = NO_OPTIONS._fields.index("causal")
+cdef Py_ssize_t SCALE = NO_OPTIONS._fields.index("scale")
+cdef Py_ssize_t COUNT = NO_OPTIONS._fields.index("threads")  # it and what follows may be anything
 
 
 # ---- tasks --------------------------------------------------------------------------------------
@@ -239,9 +245,10 @@ cdef int compute(Call *call, Views *x, Py_ssize_t shift, int threads) except -1:
     call.bool_mask = x.mask.buf != NULL and x.mask.itemsize == 1
     call.heads = x.q.shape[x.q.ndim - 3]
     call.D = x.q.shape[x.q.ndim - 1]
-    call.kv_heads = x.k.shape[x.k.ndim - 3]
-    call.S = x.k.shape[x.k.ndim - 2]
-    call.Dv = x.v.shape[x.v.ndim - 1]
+    call.Dv = x.out.shape[x.out.ndim - 1]
+    if call.page == 0:
+        call.kv_heads = x.k.shape[x.k.ndim - 3]
+        call.S = x.k.shape[x.k.ndim - 2]
     call.count = 1
     for axis in range(x.out.ndim - 3):
         call.count *= x.out.shape[axis]
@@ -282,6 +289,23 @@ cdef void let_go(Views *x) noexcept:
     PyBuffer_Release(&x.first)
 
 
+cdef inline bint is_simple(tuple given, bint *causal, double *scale):
+    """Whether nothing was given but causal and scale, which are set; NaN is 1/√D."""
+    cdef Py_ssize_t n
+    causal[0], scale[0] = False, NAN
+    for n in range(COUNT):
+        one, default = given[n], DEFAULT[n]
+        if one is default:
+            continue
+        if n == CAUSAL and one is True:
+            causal[0] = True
+        elif n == SCALE and type(one) is float and -FLT_MAX <= <double> one <= FLT_MAX:
+            scale[0] = one
+        elif not (type(one) is str and type(default) is str and one == default):
+            return False
+    return True
+
+
 @cython.auto_pickle(False)
 cdef class Attention:
     """The functions of one instruction set."""
@@ -300,9 +324,16 @@ cdef class Attention:
             qkv_leave_float_mode(found)
 
     @cython.binding(False)  # which takes a bound method less
-    def plain(self, q, k, v, bint causal, int threads):
-        """The output without options on arrays that can be taken as they are, else None."""
-        return plain(self.isa, q, k, v, causal, threads)
+    def plain(self, q, k, v, tuple given, int threads):
+        """The output with causal and scale alone on arrays that can be taken as they are, else None.
+
+        given is as Given of _options.py has it.
+        """
+        cdef bint causal
+        cdef double scale
+        if not is_simple(given, &causal, &scale):
+            return None
+        return plain(self.isa, q, k, v, causal, scale, threads)
 
 
 cdef int attend(problem, int isa) except -1:
@@ -315,10 +346,10 @@ cdef int attend(problem, int isa) except -1:
     if q.itemsize == 2:
         call.kind = QKV_FLOAT16 if q.dtype.kind == "f" else QKV_BFLOAT16
         if call.kind == QKV_BFLOAT16:  # a dtype that the buffer protocol has no name for
-            q, k, v, out = (array.view("u2") for array in (q, k, v, out))
+            q, k, v, out = (array if array is None else array.view("u2") for array in (q, k, v, out))
     call.stored = call.kind
     if pages is not None:
-        call.page = pages.layout.size
+        call.page, call.kv_heads, call.S = pages.layout.size, pages.layout.kv_heads, pages.longest
         call.stored = STORAGE[pages.layout.kind]
         call.large_scales = pages.large_scales
     call.ops = table(isa)
@@ -365,8 +396,8 @@ cdef bint fit(Views *x) noexcept:
             and x.k.shape[2] == x.v.shape[2] and x.k.shape[3] == x.v.shape[3])
 
 
-cdef plain(int isa, q, k, v, bint causal, int threads):
-    """The output of a call without options, where q, k and v can be taken as they are, else None.
+cdef plain(int isa, q, k, v, bint causal, double scale, int threads):
+    """The output of a call with these options, where q, k and v can be taken as they are, else None.
 
     Three quarters of a small call are the checks in Python; what this recognises needs none.
     """
@@ -387,7 +418,7 @@ cdef plain(int isa, q, k, v, bint causal, int threads):
         out = empty(q.shape, float32)
         PyObject_GetBuffer(out, &x.out, PyBUF_STRIDES | PyBUF_WRITABLE)
         call.ops = table(isa)
-        call.scale = <float> (1.0 / sqrt(<double> x.q.shape[3]))
+        call.scale = <float> (1.0 / sqrt(<double> x.q.shape[3]) if isnan(scale) else scale)
         call.left, call.right = OPEN, 0 if causal else OPEN
         compute(&call, &x, x.k.shape[2] - x.q.shape[2], threads)
         return out

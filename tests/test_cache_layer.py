@@ -191,17 +191,17 @@ def test_a_failed_call_leaves_the_cache(rng):
 
 def test_a_failure_in_the_last_product(rng, monkeypatch):
     """The cache is as it was also where W_O fails, after everything else."""
-    from qkv_ext import _cached
+    from qkv_ext import _forward
 
     mha, x = layer(rng), rng.standard_normal((1, 300, WIDTH), np.float32)
     cache = KVCache(1, HKV, D, DV)
     mha(x, cache=cache)
     fork, before = cache.fork(), pickle.dumps(cache)
 
-    def together(*arguments):
+    def output_projection(*arguments):
         raise MemoryError
 
-    monkeypatch.setattr(_cached, "together", together)
+    monkeypatch.setattr(_forward, "output_projection", output_projection)
     for one in (cache, fork):
         with pytest.raises(MemoryError):
             mha(x, cache=one)

@@ -356,8 +356,8 @@ LAYERS = [
      "kv.k, kv.v, w_q have different dtypes (kv.k float64, kv.v float64, w_q float32); "
      + cast("kv.k", "kv.v")),
     (lambda o: MHA(f32(5, 8), layout="blhd", **o), TypeError,
-     "'layout' is no option of a projection call; expected mask, causal, align, scale, "
-     "window, softcap, alibi_slopes, sinks, kv_lengths, q_lengths, query_offset, key_offset, out, "
+     "MultiHeadAttention.__call__() got an unexpected keyword argument 'layout'; expected mask, "
+     "causal, align, scale, window, softcap, alibi_slopes, sinks, kv_lengths, q_lengths, query_offset, key_offset, out, "
      "threads, backend"),
     (lambda o: MHA(f32(5, 8), mask=f32(3, 5, 5), **o), ValueError,
      "mask has shape (3, 5, 5); expected one that broadcasts to (2, 5, 5)"),

@@ -164,7 +164,7 @@ def test_one_sequence(options, backend, rng):
         ({"kv_lengths": -1}, ValueError, "kv_lengths holds -1; expected 0 to 5"),
         ({"kv_lengths": 2.0}, TypeError, "kv_lengths has dtype float64"),
         ({"q_lengths": True}, TypeError, "q_lengths has dtype bool"),
-        ({"layout": "blhd"}, TypeError, "'layout' is no option of a projection call"),
+        ({"layout": "blhd"}, TypeError, "got an unexpected keyword argument 'layout'"),
     ],
 )
 def test_one_sequence_rejects(options, error, message, rng):

@@ -1,0 +1,218 @@
+"""The path of a layer's call: project, rotate, append, attend, project out.
+
+    Q = X W_Q     K = C W_K     V = C W_V          C is a context, or X itself
+    Q and K turned by the angles of their positions, where there are rotary tables
+    K and V appended to a cache, where there is one, and taken from it
+    heads = softmax(scale Q Kᵀ) V
+    output = heads side by side, times W_O
+
+Everything is checked once, before anything is computed; then the inner doors are called.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qkv_ext import _backends, _check, _check_cache, _layers, _problem, _rules
+from qkv_ext._arrays import FLOAT32, Array
+from qkv_ext._backends import Backend
+from qkv_ext._check import Checked
+from qkv_ext._layers import ProjectedKV, Projections, Rotary
+from qkv_ext._options import Given
+from qkv_ext._packed import PackedWeight
+from qkv_ext._problem import Problem, Scoring, Sizes
+from qkv_ext._store import Pages
+from qkv_ext._threads import threads_of
+from qkv_ext.rotary import RotaryProblem, rounded, turn
+
+
+class Call(NamedTuple):
+    """A checked call of a layer."""
+
+    layer: Projections
+    given: Given
+    x: Array  # (..., L, d_in)
+    sizes: Sizes
+    scoring: Scoring
+    backend: Backend
+    threads: int
+
+
+def prepare(layer: Projections, given: Given, x: Array, sizes: Sizes) -> Call:
+    """Check the options of a call, whose arrays are checked."""
+    scoring = _rules.options(given, sizes)
+    _check.feasible(sizes, scoring.rules.spans)
+    if given.out is not None:
+        _layers.output(given.out, layer, sizes)
+    backend = _backends.choose(given.backend, x.dtype)
+    return Call(layer, given, x, sizes, scoring, backend, threads_of(given.threads))
+
+
+# ---- the parts ----------------------------------------------------------------------------------
+
+
+def linear(
+    x: Array, w: Any, b: Array | None, backend: Backend, threads: int, out: Array | None = None
+) -> Array:
+    """X W + b, of arrays that are checked."""
+    if out is None and x.dtype is FLOAT32:  # most arrays can be taken as they are
+        matrix, columns = (w.panels, w.shape[1]) if isinstance(w, PackedWeight) else (w, 0)
+        plain: Array | None = backend.plain_product(x, matrix, b, columns, 1, threads)
+        if plain is not None:
+            return plain
+    product, arrays, copies = _check.product(x, w, b, out, threads)
+    backend.product(product)
+    output: Array = _backends.finish(arrays, copies)
+    return output
+
+
+def project(layer: Projections, part: str, x: Array, backend: Backend, threads: int) -> Array:
+    """X W + b for W_Q, W_K or W_V, heads before the length: (..., L, d_in) -> (..., H, L, D)."""
+    heads = layer.num_heads if part == "q" else layer.num_kv_heads
+    flat = linear(x, layer.weights[part], layer.biases[part], backend, threads)
+    width = layer.v_dim if part == "v" else layer.head_dim
+    return flat.reshape(*flat.shape[:-1], heads, width).swapaxes(-3, -2)
+
+
+def project_kv(layer: Projections, context: Array, backend: Backend, threads: int) -> ProjectedKV:
+    """K and V of a checked context (..., S, d_ctx)."""
+    k, v = (project(layer, part, context, backend, threads) for part in "kv")
+    return ProjectedKV(k, v)
+
+
+def rotate(
+    call: Call, rotary: Rotary, q: Array, k: Array, own_k: bool, before: list[int] | None = None
+) -> tuple[Array, Array]:
+    """Q and K, with a batch axis, turned by the angles of their positions.
+
+    Q is written over, and so is K where own_k says that it is the call's own.
+    """
+    at_q, at_k = _rules.positions(call.scoring, call.sizes, before)
+    _layers.covered(len(rotary.cos), at_q, at_k)
+    own_q = True
+    if isinstance(at_q, np.ndarray) and len(q) != len(at_q):
+        q, own_q = np.broadcast_to(q, (len(at_q), *q.shape[1:])), False  # items that share one x
+    queries = _rotary_problem(call, rotary, at_q, q, own_q)
+    keys = _rotary_problem(call, rotary, at_k, k, own_k)
+    turn(queries, keys, call.backend)
+    return queries.out, keys.out
+
+
+def _rotary_problem(
+    call: Call, rotary: Rotary, at: range | Array, x: Array, own: bool
+) -> RotaryProblem:
+    cos, sin, interleaved = rotary
+    if isinstance(at, range):
+        part, positions = slice(at.start, max(at.stop, 0)), None
+        cos, sin = cos[part], sin[part]
+    else:
+        positions = at
+    cos, sin, positions = rounded(cos, sin, positions, x.shape[-2], x.dtype)
+    out = x if own and call.backend.isa >= 0 else np.empty(x.shape, x.dtype)
+    return RotaryProblem(x, cos, sin, positions, interleaved, out, call.threads)
+
+
+def attention(
+    call: Call, q: Array, k: Array | None, v: Array | None, pages: Pages | None = None
+) -> tuple[Checked[Problem], Array]:
+    """The problem, and the heads (..., L, H, Dv) that are its output."""
+    sizes = call.sizes
+    heads = np.empty((*(sizes.lead or (1,)), sizes.length, sizes.h, sizes.dv), q.dtype)
+    out = heads.swapaxes(-3, -2)
+    return _check.problem(q, k, v, out, sizes, call.given, call.scoring, pages), heads
+
+
+def output_projection(call: Call, heads: Array) -> Array:
+    """The heads (..., L, H, Dv) side by side, times W_O if there is one."""
+    layer, sizes = call.layer, call.sizes
+    out: Array | None = call.given.out
+    flat = heads.reshape(*sizes.lead, sizes.length, sizes.h * sizes.dv)
+    if layer.weights["o"] is None:
+        if out is None:
+            return flat
+        out[...] = flat
+        return out
+    output = linear(flat, layer.weights["o"], layer.biases["o"], call.backend, call.threads, out)
+    if call.given.q_lengths is not None:
+        _clear_padding(output, call)
+    return output
+
+
+def _clear_padding(output: Array, call: Call) -> None:
+    """Padding rows are 0: W_O would make b_o of their zeros."""
+    spans, lead = call.scoring.rules.spans, call.sizes.lead
+    assert spans is not None
+    lengths = spans[:, _problem.Q_LENGTH].tolist()
+    for index, length in zip(np.ndindex(lead), lengths, strict=True):
+        output[index][length:] = 0
+
+
+# ---- the calls ----------------------------------------------------------------------------------
+
+
+def sequences(
+    layer: Projections, x: Any, context: Any, given: Given, names: tuple[str, str] = ("x", "x")
+) -> tuple[Call, Array]:
+    """Check the two sequences of a call, which may be one."""
+    other = _layers.sequence(context, names[1], layer, "k")
+    x = _layers.sequence(other if x is context else x, names[0], layer, "q")
+    k = *other.shape[:-2], layer.num_kv_heads, other.shape[-2], layer.head_dim
+    return prepare(layer, given, x, _layers.sizes(layer, x, names[0], k)), other
+
+
+def forward(
+    layer: Projections,
+    x: Any,
+    context: Any,
+    given: Given,
+    names: tuple[str, str] = ("x", "x"),
+    rotary: Rotary | None = None,
+    kv: ProjectedKV | None = None,
+) -> Any:
+    """Attention of x to a context, or to its keys and values, which are checked, in its place."""
+    if kv is not None:
+        x = _layers.sequence(x, names[0], layer, "q")
+        call = prepare(layer, given, x, _layers.sizes(layer, x, names[0], kv.k.shape))
+        k, v = kv
+    else:
+        call, context = sequences(layer, x, context, given, names)
+        k, v = project_kv(layer, context, call.backend, call.threads)
+    q = project(layer, "q", call.x, call.backend, call.threads)
+    if not call.sizes.lead:
+        q, k, v = q[None], k[None], v[None]
+    if rotary is not None:
+        q, k = rotate(call, rotary, q, k, kv is None)
+    (problem, extras, copies), heads = attention(call, q, k, v)
+    call.backend.attention(problem)
+    return _backends.finish((output_projection(call, heads), *extras), copies)
+
+
+def step(layer: Projections, x: Any, cache: Any, given: Given, rotary: Rotary | None) -> Any:
+    """Append the keys and values of x to a KVCache, and attend to all that are there.
+
+    One step for the threads that share the cache; if it fails the cache is as it was.
+    """
+    with cache._turn():
+        store = cache._store
+        x, counts, sizes = _layers.cached_call(x, cache, layer, given)
+        call, before = prepare(layer, given, x, sizes), store.lengths
+        _check_cache.kept(sizes, call.scoring, store.dropped, [
+            there + count for there, count in zip(before, counts, strict=True)
+        ])  # fmt: skip
+        q, k, v = (project(layer, part, x, call.backend, call.threads) for part in "qkv")
+        if not sizes.lead:
+            q, k, v = q[None], k[None], v[None]
+        if rotary is not None:
+            q, k = rotate(call, rotary, q, k, True, before)
+        try:
+            most = max(counts, default=0)
+            store.append(k[:, :, :most], v[:, :, :most], counts)
+            (problem, extras, copies), heads = attention(call, q, None, None, store.pages())
+            call.backend.attention(problem)
+            output = output_projection(call, heads)
+            return _backends.finish((output, *extras), copies)
+        except BaseException:
+            store.truncate(before)
+            raise
