@@ -113,6 +113,19 @@ def test_padding_has_no_bias(more, dtype, backend, rng):
     assert np.isnan(spoilt[1, ..., :2, 4]).all()
 
 
+@pytest.mark.parametrize("axes", [(1, 0, 2, 3), (2, 0, 1, 3), (2, 1, 0, 3)], ids=str)
+def test_padding_has_no_bias_in_an_out_that_no_reshape_can_flatten(axes, backend, rng):
+    """Its leading axes have no one stride: what clears the padding must not clear a copy."""
+    w, lengths = draw(rng), [7, 2, 0, 5]
+    x = rng.standard_normal((4, 2, 7, 12), np.float32)
+    mha, options = MultiHeadAttention(**w, **HEADS), {"q_lengths": lengths, "backend": backend}
+    expected = mha(x, **options)
+    laid_out = np.full([expected.shape[n] for n in axes], np.nan, "f4")
+    out = laid_out.transpose(np.argsort(axes))
+    assert mha(x, out=out, **options) is out
+    assert_same_bits(out, expected)
+
+
 def test_padding_of_items_that_share_one_sequence(backend, rng):
     w, lengths = draw(rng), [3, 1, 2]
     mha = MultiHeadAttention(**w, **HEADS)
