@@ -116,6 +116,7 @@ setup(
         module("softmax"),
         module("rotary"),
         module("merge"),
+        module("append"),
         module("attention"),
     ],
     cmdclass={"build_ext": Build},

@@ -2,6 +2,7 @@ from typing_extensions import disjoint_base
 
 from qkv_ext._arrays import Array
 from qkv_ext._problem import Problem
+from qkv_ext._store import Pages
 
 BUILD: str
 NO_LIMIT: int
@@ -12,4 +13,7 @@ class Attention:
     def compute(self, problem: Problem) -> None: ...
     def plain(
         self, q: object, k: object, v: object, given: tuple[object, ...], threads: int
+    ) -> Array | None: ...
+    def plain_attend(
+        self, q: object, pages: Pages, given: tuple[object, ...], threads: int
     ) -> Array | None: ...

@@ -20,11 +20,12 @@ from qkv_ext import _build, _numpy
 from qkv_ext._arrays import Array, shown
 
 if TYPE_CHECKING:
+    from qkv_ext._append import Append
     from qkv_ext._check import Checked, Copies
     from qkv_ext._problem import Problem, Product, Rows
     from qkv_ext.rotary import RotaryProblem
 
-_COMPILED_MODULES = ("_kernels", "_matmul", "_softmax", "_rotary", "_merge", "_attention")
+_COMPILED_MODULES = ("_kernels", "_matmul", "_softmax", "_rotary", "_merge", "_append", "_attention")
 _FLOAT64 = np.dtype(np.float64)
 
 
@@ -47,7 +48,9 @@ class Backend(NamedTuple):
     rotary: Callable[[RotaryProblem], None] | None  # of src/rotary.pyx; None: rotary.py itself
     rotary_step: Callable[[RotaryProblem, RotaryProblem], None] | None  # queries and keys
     merge: Callable[..., None] | None  # of src/merge.pyx; None: merge.py itself
+    append: Append | None  # of src/append.pyx; None: _store.py itself
     plain_attention: Callable[..., Any]  # (q, k, v, given, threads)
+    plain_attend: Callable[..., Any]  # (q, pages, given, threads)
     plain_product: Callable[..., Any]  # (a, b, bias, columns of a packed b, rank, threads)
     plain_softmax: Callable[..., Any]  # (x, threads)
     plain_rotary: Callable[..., Any]  # the arguments of apply_rotary, but for the backend
@@ -94,6 +97,9 @@ def _compiled_modules() -> Iterator[Any]:
     import qkv_ext._merge
 
     yield qkv_ext._merge
+    import qkv_ext._append
+
+    yield qkv_ext._append
     import qkv_ext._attention
 
     yield qkv_ext._attention
@@ -167,8 +173,8 @@ _TABLE: dict[str, Backend] = {
         _numpy.attention,
         _numpy.product,
         _numpy.softmax,
-        *(None,) * 3,  # their modules have the formula themselves
-        *(lambda *_: None,) * 5,
+        *(None,) * 4,  # their modules have it themselves
+        *(lambda *_: None,) * 6,
     )
 }
 COMPILED_IN: tuple[str, ...] = ()  #: instruction sets of this build, runnable here or not
@@ -189,7 +195,10 @@ if _modules:
             *(of.compute for of in (_attention, _product, _softmax, _rotary)),
             _rotary.step,
             _merge.compute,
-            *(of.plain for of in (_attention, _product, _softmax, _rotary, _merge)),
+            _modules["_append"].Append(_isa),
+            _attention.plain,
+            _attention.plain_attend,
+            *(of.plain for of in (_product, _softmax, _rotary, _merge)),
         )
 
 

@@ -208,7 +208,9 @@ def step(layer: Projections, x: Any, cache: Any, given: Given, rotary: Rotary | 
             q, k = rotate(call, rotary, q, k, True, before)
         try:
             most = max(counts, default=0)
-            store.append(k[:, :, :most], v[:, :, :most], counts)
+            store.append(
+                k[:, :, :most], v[:, :, :most], counts, call.backend.append, call.threads
+            )
             (problem, extras, copies), heads = attention(call, q, None, None, store.pages())
             call.backend.attention(problem)
             output = output_projection(call, heads)

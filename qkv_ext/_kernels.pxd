@@ -4,7 +4,7 @@
 The C side is documented in src/kernels/kernels.h and src/kernels/pool.h.
 """
 
-from libc.stdint cimport uint8_t, uint16_t
+from libc.stdint cimport int8_t, uint8_t, uint16_t
 
 
 cdef extern from "build.h":
@@ -72,6 +72,7 @@ cdef extern from "kernels.h" nogil:
         void (*times)(float *s, Py_ssize_t lds, Py_ssize_t m, Py_ssize_t n,
                       const float *factor) noexcept nogil
         void (*narrow)(int kind, const float *x, uint16_t *y, Py_ssize_t n) noexcept nogil
+        float (*to_int8)(const float *x, int8_t *y, Py_ssize_t n) noexcept nogil
         void (*rotate_halves)(int kind, const void *a, const void *b, const float *cosines,
                               const float *sines, void *first, void *second, Py_ssize_t n,
                               int streams) noexcept nogil

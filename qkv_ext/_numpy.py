@@ -54,7 +54,7 @@ def _items(problem: Problem) -> Iterator[Problem]:
     if rules.spans is not None:
         spans = rules.spans.tolist()
     elif pages is not None:
-        length, s = problem.out.shape[-2], pages.longest
+        length, s = problem.out.shape[-2], max(pages.lengths, default=0)
         spans = [[n, 0, length, length, 0, s, problem.shift] for n in range(len(pages.items))]
     else:
         yield problem

@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from qkv_ext import _backends, _check_cache, _copies
+from qkv_ext._backends import default_backend
 from qkv_ext._options import ATTENTION, EXTRAS, Flag, LayoutOptions, No, Yes, shows, take
 from qkv_ext._store import Store
+from qkv_ext._threads import threads_of
 
 Array = NDArray[Any]
 
@@ -217,7 +219,14 @@ class KVCache:
         array([5, 3])
         """
         with self._turn():
-            self._store.append(*_check_cache.appended(self._store, k, v, lengths))
+            store, compiled, threads = self._store, _backends.DEFAULT.append, threads_of(None)
+            if (
+                lengths is None
+                and compiled is not None
+                and store.append_plain(k, v, compiled, threads)
+            ):
+                return
+            store.append(*_check_cache.appended(store, k, v, lengths), compiled, threads)
 
     @overload
     def attend(
@@ -292,7 +301,13 @@ class KVCache:
         """
         given = take(options, "KVCache.attend", ATTENTION, return_weights, return_lse)
         with self._turn():
-            checked = _check_cache.attention(self._store, q, given)
+            store = self._store
+            if not any(store.dropped):  # most calls give no option but causal
+                backend, threads = default_backend(given.backend), threads_of(given.threads)
+                output = backend.plain_attend(q, store.pages(), given, threads)
+                if output is not None:
+                    return output
+            checked = _check_cache.attention(store, q, given)
             return _backends.attention(checked, given.backend)
 
     # ---- what is there --------------------------------------------------------------------------

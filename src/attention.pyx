@@ -204,7 +204,6 @@ cdef void describe(Call *call, const Views *x) noexcept nogil:
         item = &call.items[n]
         owner = n
         item.L = item.room = rows
-        item.S = call.S
         if x.spans.buf != NULL:
             span = <const int64_t *> x.spans.buf + 7 * n  # the columns of _problem.py
             owner, item.L, item.room, item.S = span[0], span[2], span[3], span[5]
@@ -237,8 +236,12 @@ cdef inline int acquire(array, Py_buffer *view, int flags) except -1:
     return 0
 
 
-cdef int compute(Call *call, Views *x, Py_ssize_t shift, int threads) except -1:
-    """Sizes, items and strides from the arrays, then the work; shift is of items without spans."""
+cdef int compute(Call *call, Views *x, Py_ssize_t shift, list lengths, int threads) except -1:
+    """Sizes, items and strides from the arrays, then the work.
+
+    shift is of items without spans.  Where there are lengths, items have so many keys instead of S,
+    and the last of them and the last query stand at the same position.
+    """
     cdef Py_ssize_t axis, n
     cdef Item one
     call.sinks = <const float *> x.sinks.buf
@@ -265,7 +268,10 @@ cdef int compute(Call *call, Views *x, Py_ssize_t shift, int threads) except -1:
     try:
         memset(call.items, 0, call.count * sizeof(Item))
         for n in range(call.count):
-            call.items[n].shift = shift
+            call.items[n].S, call.items[n].shift = call.S, shift
+            if lengths is not None:
+                call.items[n].S = lengths[n]
+                call.items[n].shift = call.items[n].S - x.out.shape[x.out.ndim - 2]
         describe(call, x)
         run(call, threads)
     finally:
@@ -324,16 +330,36 @@ cdef class Attention:
             qkv_leave_float_mode(found)
 
     @cython.binding(False)  # which takes a bound method less
-    def plain(self, q, k, v, tuple given, int threads):
+    def plain(self, q, k, v, given, int threads):
         """The output with causal and scale alone on arrays that can be taken as they are, else None.
 
         given is as Given of _options.py has it.
         """
         cdef bint causal
         cdef double scale
-        if not is_simple(given, &causal, &scale):
+        if not is_simple(<tuple> given, &causal, &scale):
             return None
         return plain(self.isa, q, k, v, causal, scale, threads)
+
+    @cython.binding(False)
+    def plain_attend(self, q, pages, given, int threads):
+        """The same for KVCache.attend, of pages of which nothing was dropped."""
+        cdef bint causal
+        cdef double scale
+        if not is_simple(<tuple> given, &causal, &scale):
+            return None
+        return plain_attend(self.isa, q, pages, causal, scale, threads)
+
+
+cdef take_pages(Call *call, Views *x, pages):
+    """Keys and values that lie in pages of _store.py; their layout."""
+    layout, lengths, rows, first, _, call.large_scales = <tuple> pages
+    kind, call.page, call.kv_heads, _, _ = <tuple> layout
+    call.stored = STORAGE[kind]
+    call.S = max(<list> lengths) if len(<list> lengths) else 0
+    acquire(rows, &x.table, PyBUF_STRIDES)
+    acquire(first, &x.first, PyBUF_STRIDES)
+    return layout
 
 
 cdef int attend(problem, int isa) except -1:
@@ -348,10 +374,6 @@ cdef int attend(problem, int isa) except -1:
         if call.kind == QKV_BFLOAT16:  # a dtype that the buffer protocol has no name for
             q, k, v, out = (array if array is None else array.view("u2") for array in (q, k, v, out))
     call.stored = call.kind
-    if pages is not None:
-        call.page, call.kv_heads, call.S = pages.layout.size, pages.layout.kv_heads, pages.longest
-        call.stored = STORAGE[pages.layout.kind]
-        call.large_scales = pages.large_scales
     call.ops = table(isa)
     call.scale, call.softcap = scale, softcap
     call.left, call.right = left, right
@@ -367,9 +389,8 @@ cdef int attend(problem, int isa) except -1:
         acquire(sinks, &x.sinks, PyBUF_STRIDES)
         acquire(spans, &x.spans, PyBUF_STRIDES)
         if pages is not None:
-            acquire(pages.table, &x.table, PyBUF_STRIDES)
-            acquire(pages.first, &x.first, PyBUF_STRIDES)
-        compute(&call, &x, shift, threads)
+            take_pages(&call, &x, pages)
+        compute(&call, &x, shift, None, threads)
     finally:
         let_go(&x)
     return 0
@@ -396,6 +417,37 @@ cdef bint fit(Views *x) noexcept:
             and x.k.shape[2] == x.v.shape[2] and x.k.shape[3] == x.v.shape[3])
 
 
+cdef plain_attend(int isa, q, pages, bint causal, double scale, int threads):
+    """The output of a call of KVCache.attend with these options, where q can be taken as it is."""
+    cdef Call call
+    cdef Views x
+    cdef Py_ssize_t d, dv
+    cdef list lengths = pages[1]
+    cdef qkv_float_mode found
+    if not is_plain(q):
+        return None
+    memset(&call, 0, sizeof(Call))
+    memset(&x, 0, sizeof(Views))
+    found = qkv_enter_float_mode()
+    try:
+        PyObject_GetBuffer(q, &x.q, PyBUF_STRIDES)
+        _, _, _, d, dv = <tuple> take_pages(&call, &x, pages)
+        if (x.q.ndim != 4 or x.q.len == 0 or <size_t> x.q.buf % sizeof(float)
+                or not PyBuffer_IsContiguous(&x.q, b"C") or x.q.shape[0] != len(lengths)
+                or x.q.shape[3] != d or call.kv_heads == 0 or x.q.shape[1] % call.kv_heads):
+            return None
+        out = empty(q.shape if dv == d else (*q.shape[:3], dv), float32)
+        PyObject_GetBuffer(out, &x.out, PyBUF_STRIDES | PyBUF_WRITABLE)
+        call.ops = table(isa)
+        call.scale = <float> (1.0 / sqrt(<double> d) if isnan(scale) else scale)
+        call.left, call.right = OPEN, 0 if causal else OPEN
+        compute(&call, &x, 0, lengths, threads)
+        return out
+    finally:
+        let_go(&x)
+        qkv_leave_float_mode(found)
+
+
 cdef plain(int isa, q, k, v, bint causal, double scale, int threads):
     """The output of a call with these options, where q, k and v can be taken as they are, else None.
 
@@ -420,7 +472,7 @@ cdef plain(int isa, q, k, v, bint causal, double scale, int threads):
         call.ops = table(isa)
         call.scale = <float> (1.0 / sqrt(<double> x.q.shape[3]) if isnan(scale) else scale)
         call.left, call.right = OPEN, 0 if causal else OPEN
-        compute(&call, &x, x.k.shape[2] - x.q.shape[2], threads)
+        compute(&call, &x, x.k.shape[2] - x.q.shape[2], None, threads)
         return out
     finally:
         let_go(&x)

@@ -17,7 +17,7 @@ from copies import ALONE, CAUGHT, SERVED, USE, bare_copy, whole_copy
 import qkv_ext
 from qkv_ext import _build
 
-COMPILED = ("_kernels", "_matmul", "_softmax", "_rotary", "_merge", "_attention")
+COMPILED = ("_kernels", "_matmul", "_softmax", "_rotary", "_merge", "_append", "_attention")
 BUILT = sorted(Path(qkv_ext.__file__).parent.glob("_*.so"))
 needs_modules = pytest.mark.skipif(not BUILT, reason="nothing is compiled here")
 TREE = Path(__file__).resolve().parents[1]

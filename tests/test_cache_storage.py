@@ -158,7 +158,7 @@ def test_alignment(kind):
     cache.append(np.ones((3, 3, 700, 5), "f4"), np.ones((3, 3, 700, 7), "f4"))
     pages = cache._store.pages()
     assert pages.first.tolist() == [0, 3, 6, 9]
-    assert pages.longest == 700
+    assert pages.lengths == [700] * 3
     held_pages = [page for item in cache._store.items for page in item.pages]
     ends = []
     for row, page in zip(pages.table.tolist(), held_pages, strict=True):

@@ -139,6 +139,10 @@ typedef struct {
     /* y[n] = x[n] the other way, to the nearest, ties to even. */
     void (*narrow)(int kind, const float *x, uint16_t *y, ptrdiff_t n);
 
+    /* y[n] = x[n] / scale to the nearest integer, ties to even, which is never beyond 127.  Returns the
+       scale, max |x| / 127; 0 for a row of zeros, and NaN, with a y of zeros, where x is not finite. */
+    float (*to_int8)(const float *x, int8_t *y, ptrdiff_t n);
+
     /* Pairs (a[n], b[n]) rotated: first = a cos - b sin, second = b cos + a sin, each product and sum
        rounded by itself.  Where pairs are neighbours, x[2 n] is a and b in turn, and so is y.  All but
        the tables is of QKV_FLOAT32, QKV_FLOAT16 or QKV_BFLOAT16, and rounded to that once.  The result

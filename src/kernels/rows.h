@@ -118,6 +118,22 @@ static void narrow(int kind, const float *x, uint16_t *y, ptrdiff_t n) {
     }
 }
 
+static float to_int8(const float *x, int8_t *y, ptrdiff_t n) {
+    const float largest_scale = 0x1.020406p+121f; /* 127 of it are still finite */
+    const float whole = 12582912.0f;               /* 3 2^22: its unit is 1 */
+    const float top = qkv_magnitude(x, n);
+    float scale = MIN(top / 127.0f, largest_scale), by;
+    if (!(top <= FLT_MAX)) {
+        memset(y, 0, (size_t)n);
+        return NAN;
+    }
+    /* So small a scale is max / 127 to a whole unit only; one more keeps x / scale within 127. */
+    if (top > 0.0f && scale < FLT_MIN) scale += 0x1p-149f;
+    by = scale > 0.0f ? scale : 1.0f;
+    for (ptrdiff_t j = 0; j < n; j++) y[j] = (int8_t)(x[j] / by + whole - whole);
+    return scale;
+}
+
 static void tanh_of(const float *x, float *y, ptrdiff_t n) {
     ptrdiff_t j = 0;
     for (; j + VL <= n; j += VL) v_store(y + j, v_tanh(v_load(x + j)));

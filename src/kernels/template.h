@@ -66,8 +66,8 @@ _Static_assert(QKV_BFLOAT16 == QKV_FLOAT16 + 1 && QKV_INT8 == QKV_FLOAT16 + 2,
 #include "softmax.h"
 
 const qkv_kernels QKV_TABLE = {
-        QKV_NAME,     ROWS,          product,    product_stored, dots,    pack,
-        softmax_tile, adjust_row,    scaled,     split_finite,   weights, largest,
-        exp_and_sum,  softmax,       widen,      times,          narrow,  rotate_halves,
-        rotate_pairs, merge_weights, merge_rows, exp_of,         tanh_of,
+        QKV_NAME,      ROWS,         product,       product_stored, dots,    pack,
+        softmax_tile,  adjust_row,   scaled,        split_finite,   weights, largest,
+        exp_and_sum,   softmax,      widen,         times,          narrow,  to_int8,
+        rotate_halves, rotate_pairs, merge_weights, merge_rows,     exp_of,  tanh_of,
 };

@@ -313,6 +313,28 @@ static void check_narrow(isa *ops, isa *scalar) {
             fail("y[%td] is %#x, not %#x, of %a", j, y[j], expected[j], x[j]);
 }
 
+/* Against the rule in double: |x / scale - y| <= 1/2 but for the rounding of the quotient. */
+static void check_to_int8(isa *ops, isa *scalar) {
+    ptrdiff_t n = size_between(0, 200);
+    float *x = floats(1, n, n), top = 0.0f, scale;
+    int8_t *y = array((size_t)n), *expected = array((size_t)n);
+    const float size = one_in(3) ? powf(2.0f, uniform(-149.0f, 128.0f)) : 1.0f;
+    for (ptrdiff_t j = 0; j < n; j++) {
+        x[j] = one_in(20) ? 0.0f : size * uniform(-1.0f, 1.0f);
+        if (one_in(2000)) x[j] = any_float();
+        if (!(fabsf(x[j]) <= top)) top = fabsf(x[j]);
+    }
+    scale = scalar->to_int8(x, expected, n);
+    if (!same(ops->to_int8(x, y, n), scale)) fail("the scale is not %a", scale);
+    if (isnan(scale) != !(top <= FLT_MAX)) fail("the scale of %a is %a", top, scale);
+    for (ptrdiff_t j = 0; j < n; j++) {
+        double quotient = scale > 0.0f ? (double)x[j] / (double)scale : 0.0;
+        if (y[j] != expected[j]) fail("y[%td] is %d, not %d", j, y[j], expected[j]);
+        if (y[j] < -127) fail("y[%td] is %d", j, y[j]);
+        if (fabs(quotient - y[j]) > 0.50001) fail("y[%td] is %d, not %g", j, y[j], quotient);
+    }
+}
+
 /* Against the C library's in double, so that exp.h's bounds hold for the scalar table too. */
 static void check_function(isa *ops, void (*function)(const float *, float *, ptrdiff_t),
                            double (*truth)(double), float low, float high, double ulps) {
@@ -517,6 +539,7 @@ static const struct {
         {"widen", check_widen},
         {"times", check_times},
         {"narrow", check_narrow},
+        {"to_int8", check_to_int8},
         {"rotate_halves", check_rotate_halves},
         {"rotate_pairs", check_rotate_pairs},
         {"merge_weights", check_merge_weights},
