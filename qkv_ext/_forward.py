@@ -28,6 +28,10 @@ from qkv_ext._threads import threads_of
 from qkv_ext.rotary import RotaryProblem, rounded, turn
 
 
+new = tuple.__new__  #: makes a NamedTuple in half the time
+FEW_ROWS = 64  #: up to which one product is faster than three
+
+
 class Call(NamedTuple):
     """A checked call of a layer."""
 
@@ -47,7 +51,7 @@ def prepare(layer: Projections, given: Given, x: Array, sizes: Sizes) -> Call:
     if given.out is not None:
         _layers.output(given.out, layer, sizes)
     backend = _backends.choose(given.backend, x.dtype)
-    return Call(layer, given, x, sizes, scoring, backend, threads_of(given.threads))
+    return new(Call, (layer, given, x, sizes, scoring, backend, threads_of(given.threads)))
 
 
 # ---- the parts ----------------------------------------------------------------------------------
@@ -70,10 +74,24 @@ def linear(
 
 def project(layer: Projections, part: str, x: Array, backend: Backend, threads: int) -> Array:
     """X W + b for W_Q, W_K or W_V, heads before the length: (..., L, d_in) -> (..., H, L, D)."""
-    heads = layer.num_heads if part == "q" else layer.num_kv_heads
     flat = linear(x, layer.weights[part], layer.biases[part], backend, threads)
+    return by_head(layer, part, flat)
+
+
+def by_head(layer: Projections, part: str, flat: Array) -> Array:
+    """(..., L, H·D) as (..., H, L, D)."""
+    heads = layer.num_heads if part == "q" else layer.num_kv_heads
     width = layer.v_dim if part == "v" else layer.head_dim
     return flat.reshape(*flat.shape[:-1], heads, width).swapaxes(-3, -2)
+
+
+def project_all(layer: Projections, x: Array, backend: Backend, threads: int) -> list[Array]:
+    """Q, K and V of a sequence; those of few rows by one product, with the same bits."""
+    joined = layer.joined
+    if joined is None or x.size > FEW_ROWS * x.shape[-1]:
+        return [project(layer, part, x, backend, threads) for part in "qkv"]
+    flat = linear(x, joined.weight, joined.bias, backend, threads)
+    return [by_head(layer, part, flat[..., joined.columns[part]]) for part in "qkv"]
 
 
 def project_kv(layer: Projections, context: Array, backend: Backend, threads: int) -> ProjectedKV:
@@ -94,24 +112,28 @@ def rotate(
     own_q = True
     if isinstance(at_q, np.ndarray) and len(q) != len(at_q):
         q, own_q = np.broadcast_to(q, (len(at_q), *q.shape[1:])), False  # items that share one x
-    queries = _rotary_problem(call, rotary, at_q, q, own_q)
-    keys = _rotary_problem(call, rotary, at_k, k, own_k)
-    turn(queries, keys, call.backend)
-    return queries.out, keys.out
+    of_q = _angles(rotary, at_q, q)
+    of_k = of_q if at_q is at_k else _angles(rotary, at_k, k)
+    in_place, how = call.backend.isa >= 0, rotary.interleaved
+    out_q = q if own_q and in_place else np.empty(q.shape, q.dtype)
+    out_k = k if own_k and in_place else np.empty(k.shape, k.dtype)
+    turn(
+        new(RotaryProblem, (q, *of_q, how, out_q, call.threads)),
+        new(RotaryProblem, (k, *of_k, how, out_k, call.threads)),
+        call.backend,
+    )
+    return out_q, out_k
 
 
-def _rotary_problem(
-    call: Call, rotary: Rotary, at: range | Array, x: Array, own: bool
-) -> RotaryProblem:
-    cos, sin, interleaved = rotary
-    if isinstance(at, range):
-        part, positions = slice(at.start, max(at.stop, 0)), None
-        cos, sin = cos[part], sin[part]
-    else:
-        positions = at
-    cos, sin, positions = rounded(cos, sin, positions, x.shape[-2], x.dtype)
-    out = x if own and call.backend.isa >= 0 else np.empty(x.shape, x.dtype)
-    return RotaryProblem(x, cos, sin, positions, interleaved, out, call.threads)
+def _angles(
+    rotary: Rotary, at: range | Array, x: Array
+) -> tuple[Array, Array, Array | None]:
+    """The tables for x (..., L, D), and the rows of them that its own are turned by."""
+    cos, sin, _ = rotary
+    if not isinstance(at, range):
+        return rounded(cos, sin, at, x.shape[-2], x.dtype)
+    rows = slice(at.start, max(at.stop, 0))
+    return rounded(cos[rows], sin[rows], None, x.shape[-2], x.dtype)
 
 
 def attention(
@@ -198,21 +220,21 @@ def step(layer: Projections, x: Any, cache: Any, given: Given, rotary: Rotary | 
         store = cache._store
         x, counts, sizes = _layers.cached_call(x, cache, layer, given)
         call, before = prepare(layer, given, x, sizes), store.lengths
-        _check_cache.kept(sizes, call.scoring, store.dropped, [
-            there + count for there, count in zip(before, counts, strict=True)
-        ])  # fmt: skip
-        q, k, v = (project(layer, part, x, call.backend, call.threads) for part in "qkv")
+        if any(store.dropped):
+            _check_cache.kept(sizes, call.scoring, store.dropped, [
+                there + count for there, count in zip(before, counts, strict=True)
+            ])  # fmt: skip
+        backend, threads = call.backend, call.threads
+        q, k, v = project_all(layer, x, backend, threads)
         if not sizes.lead:
             q, k, v = q[None], k[None], v[None]
         if rotary is not None:
             q, k = rotate(call, rotary, q, k, True, before)
         try:
-            most = max(counts, default=0)
-            store.append(
-                k[:, :, :most], v[:, :, :most], counts, call.backend.append, call.threads
-            )
-            (problem, extras, copies), heads = attention(call, q, None, None, store.pages())
-            call.backend.attention(problem)
+            store.append(k, v, counts, backend.append, threads)
+            checked, heads = attention(call, q, None, None, store.pages())
+            (problem, extras, copies) = checked
+            backend.attention(problem)
             output = output_projection(call, heads)
             return _backends.finish((output, *extras), copies)
         except BaseException:

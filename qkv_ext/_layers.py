@@ -11,7 +11,7 @@ import numpy as np
 from qkv_ext import _arrays, _check, _rules
 from qkv_ext._arrays import FLOAT64, Array, operand, same_dtype, shown
 from qkv_ext._options import Given
-from qkv_ext._packed import PackedWeight
+from qkv_ext._packed import PANEL, PackedWeight
 from qkv_ext._problem import Sizes
 from qkv_ext.rotary import tables
 
@@ -23,6 +23,14 @@ class ProjectedKV(NamedTuple):
     v: Array
 
 
+class Joined(NamedTuple):
+    """W_Q, W_K and W_V side by side in one weight, so that one product makes Q, K and V."""
+
+    weight: PackedWeight
+    bias: Array | None
+    columns: dict[str, slice]  # of each
+
+
 class Projections(NamedTuple):
     """The checked weights and biases of a layer, each by "q", "k", "v" and "o"."""
 
@@ -32,6 +40,7 @@ class Projections(NamedTuple):
     num_kv_heads: int
     head_dim: int
     v_dim: int
+    joined: Joined | None = None  # where they have one d_in, and the layer packed them
 
 
 class Rotary(NamedTuple):
@@ -97,6 +106,26 @@ def projections(
     same_dtype(**arrays)
     d, dv = (weights[part].shape[1] // hkv for part in "kv")
     return Projections(weights, biases, h, hkv, d, dv)
+
+
+def joined(layer: Projections, weight: PackedWeight | None = None) -> Projections:
+    """The layer with W_Q, W_K and W_V in one: in that weight already, or copied side by side."""
+    parts = [layer.weights[part] for part in "qkv"]
+    if weight is None:
+        weight = PackedWeight.side_by_side(parts)
+    own = weight.split([w.shape[1] for w in parts])
+    columns, start = {}, 0
+    for part, w in zip("qkv", own, strict=True):
+        columns[part] = slice(start, start + w.shape[1])
+        start += len(w.panels) * PANEL
+    bias = None
+    if any(layer.biases[part] is not None for part in "qkv"):
+        bias = np.full(start, -0.0, weight.dtype)  # which is no change, to a zero of any sign
+        for part in "qkv":
+            if layer.biases[part] is not None:
+                bias[columns[part]] = layer.biases[part]
+    weights = layer.weights | dict(zip("qkv", own, strict=True))
+    return layer._replace(weights=weights, joined=Joined(weight, bias, columns))
 
 
 def _misfit(shapes: dict[str, Any], h: int, hkv: int) -> str | None:
@@ -288,13 +317,15 @@ def cached_call(
     x: Any, cache: Any, layer: Projections, given: Given
 ) -> tuple[Array, list[int], Sizes]:
     """Check a sequence against a cache: how many of its rows each item has, and all sizes."""
-    array = sequence(sequence(x, "x", layer, "q"), "x", layer, "k")
+    array = sequence(x, "x", layer, "q")
+    if layer.joined is None:
+        array = sequence(array, "x", layer, "k")
     if array.dtype == FLOAT64:
         raise TypeError(
             "x has dtype float64; a cache takes float32, float16 or bfloat16: weights and "
             f"x{_arrays.cast_to(_arrays.FLOAT32)}"
         )
-    h, hkv, d, dv = layer[2:]
+    _, _, h, hkv, d, dv, _ = layer
     own, before = cache._store.layout, cache._store.lengths
     if (own.kv_heads, own.head_dim, own.v_dim) != (hkv, d, dv):
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -11,6 +12,13 @@ from qkv_ext._arrays import Array, compute_dtype
 
 PANEL = 64  #: columns of a panel; PANEL of src/kernels/kernels.h
 _LINE = 64  #: bytes of a cache line
+
+
+def _zeros(count: int, k: int, dtype: np.dtype[Any]) -> Array:
+    """Panels of zeros that start on a cache line."""
+    room = np.zeros(count * k * PANEL + _LINE // dtype.itemsize, dtype)
+    skip = -room.ctypes.data % _LINE // dtype.itemsize
+    return room[skip : skip + count * k * PANEL].reshape(count, k, PANEL)
 
 
 class PackedWeight:
@@ -44,18 +52,32 @@ class PackedWeight:
     def from_matrix(cls, w: Array) -> Self:
         """The packed form of a checked matrix."""
         k, n = w.shape
-        count = -(-n // PANEL)
-        compute = compute_dtype(w.dtype)
-        room = np.zeros(count * k * PANEL + _LINE // compute.itemsize, compute)
-        skip = -room.ctypes.data % _LINE // compute.itemsize  # the panels start on a cache line
-        panels = room[skip : skip + count * k * PANEL].reshape(count, k, PANEL)
-        for index in range(count):
+        panels = _zeros(-(-n // PANEL), k, compute_dtype(w.dtype))
+        for index, panel in enumerate(panels):
             columns = w[:, index * PANEL : (index + 1) * PANEL]
-            panels[index, :, : columns.shape[1]] = columns
+            panel[:, : columns.shape[1]] = columns
+        return cls._of(panels, n, w.dtype)
+
+    @classmethod
+    def _of(cls, panels: Array, n: int, dtype: np.dtype[Any]) -> Self:
         panels.flags.writeable = False
         packed = cls.__new__(cls)
-        packed._panels, packed._shape, packed._dtype = panels, (k, n), w.dtype
+        packed._panels, packed._shape, packed._dtype = panels, (panels.shape[1], n), dtype
         return packed
+
+    @classmethod
+    def side_by_side(cls, parts: Sequence[PackedWeight]) -> Self:
+        """Weights of one K and dtype as one, panel after panel; ``split`` gives them back."""
+        first = parts[0].panels
+        panels = _zeros(sum(len(part.panels) for part in parts), first.shape[1], first.dtype)
+        np.concatenate([part.panels for part in parts], out=panels)
+        return cls._of(panels, len(panels) * PANEL, parts[0].dtype)
+
+    def split(self, widths: Sequence[int]) -> list[Self]:
+        """Weights of so many columns, in the memory of this one; each begins with a panel."""
+        cuts = np.cumsum([-(-n // PANEL) for n in widths])[:-1]
+        each = zip(np.split(self.panels, cuts), widths, strict=True)
+        return [self._of(panels, n, self.dtype) for panels, n in each]
 
     @property
     def panels(self) -> Array:

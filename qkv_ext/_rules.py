@@ -16,6 +16,7 @@ from qkv_ext._problem import (
     K_LENGTH,
     K_START,
     OPEN,
+    PLAIN,
     Q_LENGTH,
     Q_ROOM,
     Q_START,
@@ -103,6 +104,8 @@ def per_head(value: Any, name: str, shapes: tuple[tuple[int, ...], ...], dtype: 
 def options(given: Given, sizes: Sizes) -> Scoring:
     """Check every option that scores depend on, for a call of these sizes."""
     _, lead, h, _, length, s, d, _, dtype, keys, packed = sizes
+    if given is DEFAULT and d and keys is packed is None:  # most decode steps, quickly
+        return new(Scoring, (None, 1.0 / math.sqrt(d), s - length, PLAIN, 0))
     compute = dtype if dtype is FLOAT32 else _arrays.compute_dtype(dtype)
     align = given.align
     if align is not DEFAULT.align:

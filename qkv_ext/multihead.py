@@ -94,7 +94,11 @@ class MultiHeadAttention:
             part: w if w is None or isinstance(w, PackedWeight) else pack_weight(w)
             for part, w in layer.weights.items()
         }
-        self._layer = layer._replace(weights=packed)
+        own = not any(isinstance(layer.weights[part], PackedWeight) for part in "qkv")
+        layer = layer._replace(weights=packed)
+        if own and packed["q"].shape[0] == packed["k"].shape[0]:
+            layer = _layers.joined(layer)
+        self._layer = layer
 
     @classmethod
     def from_fused(
@@ -369,16 +373,26 @@ class MultiHeadAttention:
 
     def __reduce__(self) -> tuple[Any, ...]:
         layer = self._layer
-        parts = [of[part] for of in (layer.weights, layer.biases) for part in "qkvo"]
-        arguments = (*parts, layer.num_heads, layer.num_kv_heads)
+        weights, biases = ([of[part] for part in "qkvo"] for of in (layer.weights, layer.biases))
+        joined = None
+        if layer.joined is not None:
+            joined = layer.joined.weight, [w.shape[1] for w in weights[:3]]
+            weights[:3] = [None] * 3
+        arguments = (*weights, *biases, layer.num_heads, layer.num_kv_heads, joined)
         state = _copies.added_state(self, MultiHeadAttention)
         return _copies.reduced(self._restored, arguments, state)
 
     @classmethod
-    def _restored(cls, *parts: Any) -> Self:
-        """A layer out of a pickle: 4 weights, 4 biases, H, Hkv."""
+    def _restored(cls, *arguments: Any) -> Self:
+        """A layer out of a pickle: 4 weights, 4 biases, H, Hkv, and W_Q to W_V where they are one."""
+        parts, joined = arguments[:10], arguments[10:] or (None,)
         mha = cls.__new__(cls)
-        mha._layer = _layers.projections(*parts)
+        if joined[0] is None:
+            mha._layer = _layers.projections(*parts)
+        else:
+            weight, widths = joined[0]
+            layer = _layers.projections(*weight.split(widths), *parts[3:])
+            mha._layer = _layers.joined(layer, weight)
         return mha
 
     def __repr__(self) -> str:
