@@ -118,6 +118,7 @@ setup(
         module("merge"),
         module("append"),
         module("attention"),
+        module("step"),
     ],
     cmdclass={"build_ext": Build},
 )

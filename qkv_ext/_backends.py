@@ -25,7 +25,16 @@ if TYPE_CHECKING:
     from qkv_ext._problem import Problem, Product, Rows
     from qkv_ext.rotary import RotaryProblem
 
-_COMPILED_MODULES = ("_kernels", "_matmul", "_softmax", "_rotary", "_merge", "_append", "_attention")
+_COMPILED_MODULES = (
+    "_kernels",
+    "_matmul",
+    "_softmax",
+    "_rotary",
+    "_merge",
+    "_append",
+    "_attention",
+    "_step",
+)
 _FLOAT64 = np.dtype(np.float64)
 
 
@@ -33,28 +42,32 @@ class PerformanceWarning(UserWarning):
     """The call is right, but a compiled backend could not serve it."""
 
 
-class Backend(NamedTuple):
-    """One name of ``backends()`` with the functions that compute, bound to its instruction set.
+def _nothing(*_: Any) -> None:
+    """No call is plain where nothing is compiled."""
 
-    The plain ones take what the caller gave, for a call without options, and return the output, or
-    None where the arrays want a look from _check.py first.
+
+class Backend(NamedTuple):
+    """What computes, by an instruction set; and the short ways for calls that need no check.
+
+    A plain function takes what its call was given, and returns None where it wants a look.
     """
 
     name: str
-    isa: int  # the place in the compiled kernel table, -1 for NumPy
+    isa: int  # the place of the table in compiled(), or -1
     attention: Callable[[Problem], None]
     product: Callable[[Product], None]
     softmax: Callable[[Rows], None]
-    rotary: Callable[[RotaryProblem], None] | None  # of src/rotary.pyx; None: rotary.py itself
-    rotary_step: Callable[[RotaryProblem, RotaryProblem], None] | None  # queries and keys
-    merge: Callable[..., None] | None  # of src/merge.pyx; None: merge.py itself
-    append: Append | None  # of src/append.pyx; None: _store.py itself
-    plain_attention: Callable[..., Any]  # (q, k, v, given, threads)
-    plain_attend: Callable[..., Any]  # (q, pages, given, threads)
-    plain_product: Callable[..., Any]  # (a, b, bias, columns of a packed b, rank, threads)
-    plain_softmax: Callable[..., Any]  # (x, threads)
-    plain_rotary: Callable[..., Any]  # the arguments of apply_rotary, but for the backend
-    plain_merge: Callable[..., Any]  # (outputs, lses, threads)
+    rotary: Callable[[RotaryProblem], None] | None = None  # of src/rotary.pyx; None: rotary.py
+    rotary_step: Callable[[RotaryProblem, RotaryProblem], None] | None = None  # queries and keys
+    merge: Callable[..., None] | None = None  # of src/merge.pyx; None: merge.py itself
+    append: Append | None = None  # of src/append.pyx; None: _store.py itself
+    plain_attention: Callable[..., Any] = _nothing  # (q, k, v, given, threads)
+    plain_attend: Callable[..., Any] = _nothing  # (q, pages, given, threads)
+    plain_step: Callable[..., Any] = _nothing  # of src/step.pyx, a layer's decode step
+    plain_product: Callable[..., Any] = _nothing  # (a, b, bias, columns of panels, rank, threads)
+    plain_softmax: Callable[..., Any] = _nothing  # (x, threads)
+    plain_rotary: Callable[..., Any] = _nothing  # the arguments of apply_rotary, but for backend
+    plain_merge: Callable[..., Any] = _nothing  # (outputs, lses, threads)
 
 
 def _flag(name: str) -> bool:
@@ -103,6 +116,9 @@ def _compiled_modules() -> Iterator[Any]:
     import qkv_ext._attention
 
     yield qkv_ext._attention
+    import qkv_ext._step
+
+    yield qkv_ext._step
 
 
 def _why_missing(full: str) -> tuple[str, bool]:
@@ -166,16 +182,34 @@ def _load(required: bool) -> tuple[dict[str, Any], str]:
 
 _modules, NOT_COMPILED = _load(_flag("QKV_EXT_REQUIRE_C"))  #: modules, or why there are none
 
-_TABLE: dict[str, Backend] = {
-    "numpy": Backend(
-        "numpy",
-        -1,
-        _numpy.attention,
-        _numpy.product,
-        _numpy.softmax,
-        *(None,) * 4,  # their modules have it themselves
-        *(lambda *_: None,) * 6,
+
+def _compiled(name: str, isa: int) -> Backend:
+    """The functions of an instruction set."""
+    attention, product = _modules["_attention"].Attention(isa), _modules["_matmul"].Product(isa)
+    softmax, rotary = _modules["_softmax"].Softmax(isa), _modules["_rotary"].Rotary(isa)
+    merge = _modules["_merge"].Merge(isa)
+    return Backend(
+        name,
+        isa,
+        attention=attention.compute,
+        product=product.compute,
+        softmax=softmax.compute,
+        rotary=rotary.compute,
+        rotary_step=rotary.step,
+        merge=merge.compute,
+        append=_modules["_append"].Append(isa),
+        plain_attention=attention.plain,
+        plain_attend=attention.plain_attend,
+        plain_step=_modules["_step"].Step(isa).plain,
+        plain_product=product.plain,
+        plain_softmax=softmax.plain,
+        plain_rotary=rotary.plain,
+        plain_merge=merge.plain,
     )
+
+
+_TABLE: dict[str, Backend] = {
+    "numpy": Backend("numpy", -1, _numpy.attention, _numpy.product, _numpy.softmax)
 }
 COMPILED_IN: tuple[str, ...] = ()  #: instruction sets of this build, runnable here or not
 COMPILER = ""
@@ -183,23 +217,7 @@ if _modules:
     COMPILED_IN = _modules["_kernels"].compiled()
     COMPILER = _modules["_kernels"].compiler()
     for _name in _modules["_kernels"].runnable():
-        _isa = COMPILED_IN.index(_name)
-        _attention = _modules["_attention"].Attention(_isa)
-        _product = _modules["_matmul"].Product(_isa)
-        _softmax = _modules["_softmax"].Softmax(_isa)
-        _rotary = _modules["_rotary"].Rotary(_isa)
-        _merge = _modules["_merge"].Merge(_isa)
-        _TABLE[_name] = Backend(
-            _name,
-            _isa,
-            *(of.compute for of in (_attention, _product, _softmax, _rotary)),
-            _rotary.step,
-            _merge.compute,
-            _modules["_append"].Append(_isa),
-            _attention.plain,
-            _attention.plain_attend,
-            *(of.plain for of in (_product, _softmax, _rotary, _merge)),
-        )
+        _TABLE[_name] = _compiled(_name, COMPILED_IN.index(_name))
 
 
 def backends() -> tuple[str, ...]:

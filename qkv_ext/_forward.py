@@ -27,7 +27,6 @@ from qkv_ext._store import Pages
 from qkv_ext._threads import threads_of
 from qkv_ext.rotary import RotaryProblem, rounded, turn
 
-
 new = tuple.__new__  #: makes a NamedTuple in half the time
 FEW_ROWS = 64  #: up to which one product is faster than three
 
@@ -125,9 +124,7 @@ def rotate(
     return out_q, out_k
 
 
-def _angles(
-    rotary: Rotary, at: range | Array, x: Array
-) -> tuple[Array, Array, Array | None]:
+def _angles(rotary: Rotary, at: range | Array, x: Array) -> tuple[Array, Array, Array | None]:
     """The tables for x (..., L, D), and the rows of them that its own are turned by."""
     cos, sin, _ = rotary
     if not isinstance(at, range):
@@ -211,13 +208,27 @@ def forward(
     return _backends.finish((output_projection(call, heads), *extras), copies)
 
 
-def step(layer: Projections, x: Any, cache: Any, given: Given, rotary: Rotary | None) -> Any:
+def step(
+    layer: Projections, x: Any, cache: Any, given: Given, rotary: Any, interleaved: Any,
+    rotary_dim: Any,
+) -> Any:  # fmt: skip
     """Append the keys and values of x to a KVCache, and attend to all that are there.
 
     One step for the threads that share the cache; if it fails the cache is as it was.
     """
     with cache._turn():
         store = cache._store
+        if not any(store.dropped):  # most steps are of few rows, and give no option
+            pages, plain = store.pages(), _backends.default_backend(given.backend).plain_step
+            done = plain(
+                x, layer, rotary, interleaved, rotary_dim, pages, store.until, given,
+                threads_of(given.threads),
+            )  # fmt: skip
+            if done is not None:
+                output, lengths, large_scales = done
+                store.grow(lengths, large_scales)
+                return output
+        tables = _layers.rotary(rotary, interleaved, rotary_dim, layer)
         x, counts, sizes = _layers.cached_call(x, cache, layer, given)
         call, before = prepare(layer, given, x, sizes), store.lengths
         if any(store.dropped):
@@ -228,8 +239,8 @@ def step(layer: Projections, x: Any, cache: Any, given: Given, rotary: Rotary | 
         q, k, v = project_all(layer, x, backend, threads)
         if not sizes.lead:
             q, k, v = q[None], k[None], v[None]
-        if rotary is not None:
-            q, k = rotate(call, rotary, q, k, True, before)
+        if tables is not None:
+            q, k = rotate(call, tables, q, k, True, before)
         try:
             store.append(k, v, counts, backend.append, threads)
             checked, heads = attention(call, q, None, None, store.pages())

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv_ext import _arrays, _check, _rules
-from qkv_ext._arrays import FLOAT64, Array, operand, same_dtype, shown
+from qkv_ext._arrays import FLOAT32, FLOAT64, Array, operand, same_dtype, shown
 from qkv_ext._options import Given
-from qkv_ext._packed import PANEL, PackedWeight
+from qkv_ext._packed import PANEL, PackedWeight, side_by_side, split
 from qkv_ext._problem import Sizes
 from qkv_ext.rotary import tables
 
@@ -41,6 +41,7 @@ class Projections(NamedTuple):
     head_dim: int
     v_dim: int
     joined: Joined | None = None  # where they have one d_in, and the layer packed them
+    plain: tuple[Any, ...] | None = None  # what src/step.pyx takes of them, in float32
 
 
 class Rotary(NamedTuple):
@@ -112,8 +113,8 @@ def joined(layer: Projections, weight: PackedWeight | None = None) -> Projection
     """The layer with W_Q, W_K and W_V in one: in that weight already, or copied side by side."""
     parts = [layer.weights[part] for part in "qkv"]
     if weight is None:
-        weight = PackedWeight.side_by_side(parts)
-    own = weight.split([w.shape[1] for w in parts])
+        weight = side_by_side(parts)
+    own = split(weight, [w.shape[1] for w in parts])
     columns, start = {}, 0
     for part, w in zip("qkv", own, strict=True):
         columns[part] = slice(start, start + w.shape[1])
@@ -124,8 +125,18 @@ def joined(layer: Projections, weight: PackedWeight | None = None) -> Projection
         for part in "qkv":
             if layer.biases[part] is not None:
                 bias[columns[part]] = layer.biases[part]
-    weights = layer.weights | dict(zip("qkv", own, strict=True))
-    return layer._replace(weights=weights, joined=Joined(weight, bias, columns))
+    layer = layer._replace(
+        weights=layer.weights | dict(zip("qkv", own, strict=True)),
+        joined=Joined(weight, bias, columns),
+    )
+    w_o = layer.weights["o"]
+    if weight.dtype != FLOAT32 or not layer.head_dim:
+        return layer
+    return layer._replace(plain=(
+        weight.panels, bias, weight.shape[1], columns["k"].start, columns["v"].start,
+        *((None, None, 0) if w_o is None else (w_o.panels, layer.biases["o"], w_o.shape[1])),
+        *layer[2:6],
+    ))  # fmt: skip
 
 
 def _misfit(shapes: dict[str, Any], h: int, hkv: int) -> str | None:
@@ -325,7 +336,7 @@ def cached_call(
             "x has dtype float64; a cache takes float32, float16 or bfloat16: weights and "
             f"x{_arrays.cast_to(_arrays.FLOAT32)}"
         )
-    _, _, h, hkv, d, dv, _ = layer
+    _, _, h, hkv, d, dv, _, _ = layer
     own, before = cache._store.layout, cache._store.lengths
     if (own.kv_heads, own.head_dim, own.v_dim) != (hkv, d, dv):
         raise ValueError(

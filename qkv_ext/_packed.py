@@ -65,20 +65,6 @@ class PackedWeight:
         packed._panels, packed._shape, packed._dtype = panels, (panels.shape[1], n), dtype
         return packed
 
-    @classmethod
-    def side_by_side(cls, parts: Sequence[PackedWeight]) -> Self:
-        """Weights of one K and dtype as one, panel after panel; ``split`` gives them back."""
-        first = parts[0].panels
-        panels = _zeros(sum(len(part.panels) for part in parts), first.shape[1], first.dtype)
-        np.concatenate([part.panels for part in parts], out=panels)
-        return cls._of(panels, len(panels) * PANEL, parts[0].dtype)
-
-    def split(self, widths: Sequence[int]) -> list[Self]:
-        """Weights of so many columns, in the memory of this one; each begins with a panel."""
-        cuts = np.cumsum([-(-n // PANEL) for n in widths])[:-1]
-        each = zip(np.split(self.panels, cuts), widths, strict=True)
-        return [self._of(panels, n, self.dtype) for panels, n in each]
-
     @property
     def panels(self) -> Array:
         return self._panels
@@ -103,3 +89,18 @@ class PackedWeight:
         matrix = self.panels.transpose(1, 0, 2).reshape(k, len(self.panels) * PANEL)[:, :n]
         state = _copies.added_state(self, PackedWeight)
         return _copies.reduced(self.from_matrix, (matrix.astype(self.dtype),), state)
+
+
+def side_by_side(parts: Sequence[PackedWeight]) -> PackedWeight:
+    """Weights of one K and dtype as one, panel after panel; ``split`` gives them back."""
+    first = parts[0].panels
+    panels = _zeros(sum(len(part.panels) for part in parts), first.shape[1], first.dtype)
+    np.concatenate([part.panels for part in parts], out=panels)
+    return PackedWeight._of(panels, len(panels) * PANEL, parts[0].dtype)
+
+
+def split(weight: PackedWeight, widths: Sequence[int]) -> list[PackedWeight]:
+    """Weights of so many columns, in the memory of one; each begins with a panel."""
+    cuts = np.cumsum([-(-n // PANEL) for n in widths])[:-1]
+    each = zip(np.split(weight.panels, cuts), widths, strict=True)
+    return [PackedWeight._of(panels, n, weight.dtype) for panels, n in each]

@@ -104,7 +104,7 @@ def per_head(value: Any, name: str, shapes: tuple[tuple[int, ...], ...], dtype: 
 def options(given: Given, sizes: Sizes) -> Scoring:
     """Check every option that scores depend on, for a call of these sizes."""
     _, lead, h, _, length, s, d, _, dtype, keys, packed = sizes
-    if given is DEFAULT and d and keys is packed is None:  # most decode steps, quickly
+    if given is DEFAULT and d and keys is None and packed is None:  # most decode steps, quickly
         return new(Scoring, (None, 1.0 / math.sqrt(d), s - length, PLAIN, 0))
     compute = dtype if dtype is FLOAT32 else _arrays.compute_dtype(dtype)
     align = given.align

@@ -133,11 +133,11 @@ class Pages(NamedTuple):
 class Store:
     """The items of a cache; every argument is checked already."""
 
-    __slots__ = ("_first", "_table", "_until", "dropped", "items", "layout", "lengths", "pool")
+    __slots__ = ("_first", "_table", "dropped", "items", "layout", "lengths", "pool", "until")
 
     _table: Array | None  # that of Pages; None where pages came, went or were shared
     _first: Array
-    _until: list[int]  # up to how many keys an item may write to pages that are there
+    until: list[int]  # up to how many keys an item may write to pages that are there; as of pages()
 
     def __init__(
         self, pool: Pool, items: list[Item], lengths: list[int], dropped: list[int]
@@ -156,7 +156,7 @@ class Store:
             first = np.zeros(len(parts) + 1, np.int64)
             np.cumsum([len(part) for part in parts], out=first[1:])
             self._first = first
-            self._until = [
+            self.until = [
                 item.writable(length // size) * size
                 for item, length in zip(self.items, self.lengths, strict=True)
             ]
@@ -171,14 +171,16 @@ class Store:
 
     def append_plain(self, k: Any, v: Any, compiled: Append, threads: int) -> bool:
         """append of all rows of arrays that can be taken as they are, where pages are there."""
-        done = compiled.plain(k, v, self.pages(), self._until, threads)
-        if done is None:
-            return False
-        lengths, large = done
-        if large:
+        done = compiled.plain(k, v, self.pages(), self.until, threads)
+        if done is not None:
+            self.grow(*done)
+        return done is not None
+
+    def grow(self, lengths: list[int], large_scales: bool) -> None:
+        """Keys are written behind those that are there; now they count."""
+        if large_scales:
             self.pool.large_scales = True
         self.lengths = lengths
-        return True
 
     def append(
         self, k: Array, v: Array, counts: list[int], compiled: Append | None, threads: int

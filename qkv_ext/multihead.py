@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from qkv_ext import _backends, _copies, _forward, _layers, _state_dict
 from qkv_ext._options import PROJECTION, Flag, No, Options, Yes, shows, take
-from qkv_ext._packed import PackedWeight
+from qkv_ext._packed import PackedWeight, split
 from qkv_ext._threads import threads_of
 from qkv_ext.cache import KVCache
 from qkv_ext.linear import pack_weight
@@ -90,7 +90,7 @@ class MultiHeadAttention:
         num_kv_heads: int | None = None,
     ) -> None:
         layer = _layers.projections(w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads)
-        packed = {
+        packed: dict[str, Any] = {
             part: w if w is None or isinstance(w, PackedWeight) else pack_weight(w)
             for part, w in layer.weights.items()
         }
@@ -354,14 +354,14 @@ class MultiHeadAttention:
         """
         given = take(options, "MultiHeadAttention.__call__", PROJECTION, return_weights, return_lse)
         layer = self._layer
-        tables = _layers.rotary(rotary, interleaved, rotary_dim, layer)
         if cache is not None:
             if context is not None or kv is not None:
                 name = "kv" if context is None else "context"
                 raise ValueError(f"{name} and cache are both given; expected one of them")
             if not isinstance(cache, KVCache):
                 raise TypeError(f"cache is a {type(cache).__name__}; expected a KVCache")
-            return _forward.step(layer, x, cache, given, tables)
+            return _forward.step(layer, x, cache, given, rotary, interleaved, rotary_dim)
+        tables = _layers.rotary(rotary, interleaved, rotary_dim, layer)
         if kv is not None:
             if context is not None:
                 raise ValueError("context and kv are both given; expected one of them")
@@ -384,14 +384,15 @@ class MultiHeadAttention:
 
     @classmethod
     def _restored(cls, *arguments: Any) -> Self:
-        """A layer out of a pickle: 4 weights, 4 biases, H, Hkv, and W_Q to W_V where they are one."""
+        """A layer out of a pickle: 4 weights, 4 biases, H, Hkv, and W_Q to W_V if they are one."""
         parts, joined = arguments[:10], arguments[10:] or (None,)
         mha = cls.__new__(cls)
         if joined[0] is None:
             mha._layer = _layers.projections(*parts)
         else:
             weight, widths = joined[0]
-            layer = _layers.projections(*weight.split(widths), *parts[3:])
+            parts = (*split(weight, widths), *parts[3:])
+            layer = _layers.projections(*parts)
             mha._layer = _layers.joined(layer, weight)
         return mha
 

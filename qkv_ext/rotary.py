@@ -277,7 +277,7 @@ def _positions(positions: Any, x: Array, blhd: bool, n: int) -> Array | None:
 def rounded(
     cos: Array, sin: Array, positions: Array | None, length: int, dtype: np.dtype[Any]
 ) -> tuple[Array, Array, Array | None]:
-    """Tables in which x of that dtype is computed, and positions in them; only rows that it takes."""
+    """Tables in which x of that dtype is computed, only rows that it takes; positions in them."""
     dtype = _arrays.compute_dtype(dtype)
     if cos.dtype == sin.dtype == dtype:
         return cos, sin, positions

@@ -166,8 +166,8 @@ cdef inline void lay_rows(Rows *rows, const Py_buffer *x) noexcept nogil:
     rows.width = x.shape[3]
 
 
-cdef bint write(int isa, int given, const Py_buffer *k, const Py_buffer *v, list counts, pages,
-                int threads) except -1:
+cdef bint append_rows(int isa, int given, const Py_buffer *k, const Py_buffer *v, list counts,
+                      pages, int threads) except -1:
     """Whether a scale is large.  counts are None where every item takes all rows."""
     cdef Call call
     cdef Py_ssize_t b, count, batch = k.shape[0], most = 0, width, worker
@@ -255,7 +255,7 @@ cdef class Append:
         try:
             PyObject_GetBuffer(k, &of_k, PyBUF_STRIDES)
             PyObject_GetBuffer(v, &of_v, PyBUF_STRIDES)
-            return write(self.isa, given, &of_k, &of_v, counts, pages, threads)
+            return append_rows(self.isa, given, &of_k, &of_v, counts, pages, threads)
         finally:
             PyBuffer_Release(&of_v)  # does nothing for a view that was not taken
             PyBuffer_Release(&of_k)
@@ -298,7 +298,7 @@ cdef class Append:
                 if <Py_ssize_t> until[b] < length:
                     return None
                 grown.append(length)
-            large = write(self.isa, given, &of_k, &of_v, None, pages, threads)
+            large = append_rows(self.isa, given, &of_k, &of_v, None, pages, threads)
             return grown, large
         finally:
             PyBuffer_Release(&of_v)

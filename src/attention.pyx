@@ -295,7 +295,7 @@ cdef void let_go(Views *x) noexcept:
     PyBuffer_Release(&x.first)
 
 
-cdef inline bint is_simple(tuple given, bint *causal, double *scale):
+cdef bint is_simple(tuple given, bint *causal, double *scale):
     """Whether nothing was given but causal and scale, which are set; NaN is 1/√D."""
     cdef Py_ssize_t n
     causal[0], scale[0] = False, NAN
@@ -351,15 +351,15 @@ cdef class Attention:
         return plain_attend(self.isa, q, pages, causal, scale, threads)
 
 
-cdef take_pages(Call *call, Views *x, pages):
-    """Keys and values that lie in pages of _store.py; their layout."""
+cdef int take_pages(Call *call, Views *x, pages) except -1:
+    """Keys and values that lie in pages of _store.py."""
     layout, lengths, rows, first, _, call.large_scales = <tuple> pages
     kind, call.page, call.kv_heads, _, _ = <tuple> layout
     call.stored = STORAGE[kind]
     call.S = max(<list> lengths) if len(<list> lengths) else 0
     acquire(rows, &x.table, PyBUF_STRIDES)
     acquire(first, &x.first, PyBUF_STRIDES)
-    return layout
+    return 0
 
 
 cdef int attend(problem, int isa) except -1:
@@ -417,34 +417,56 @@ cdef bint fit(Views *x) noexcept:
             and x.k.shape[2] == x.v.shape[2] and x.k.shape[3] == x.v.shape[3])
 
 
-cdef plain_attend(int isa, q, pages, bint causal, double scale, int threads):
-    """The output of a call of KVCache.attend with these options, where q can be taken as it is."""
+cdef int attend_rows(int isa, const Py_buffer *q, const Py_buffer *out, pages, list lengths,
+                     bint causal, double scale, int threads) except -1:
+    """Write out (B, H, L, Dv) for q (B, H, L, D), of contiguous rows and checked against the pages.
+
+    Items have so many keys there, and the last of them and the last query stand at one position.
+    """
     cdef Call call
     cdef Views x
-    cdef Py_ssize_t d, dv
-    cdef list lengths = pages[1]
-    cdef qkv_float_mode found
-    if not is_plain(q):
-        return None
     memset(&call, 0, sizeof(Call))
     memset(&x, 0, sizeof(Views))
-    found = qkv_enter_float_mode()
     try:
-        PyObject_GetBuffer(q, &x.q, PyBUF_STRIDES)
-        _, _, _, d, dv = <tuple> take_pages(&call, &x, pages)
-        if (x.q.ndim != 4 or x.q.len == 0 or <size_t> x.q.buf % sizeof(float)
-                or not PyBuffer_IsContiguous(&x.q, b"C") or x.q.shape[0] != len(lengths)
-                or x.q.shape[3] != d or call.kv_heads == 0 or x.q.shape[1] % call.kv_heads):
-            return None
-        out = empty(q.shape if dv == d else (*q.shape[:3], dv), float32)
-        PyObject_GetBuffer(out, &x.out, PyBUF_STRIDES | PyBUF_WRITABLE)
+        take_pages(&call, &x, pages)
+        x.q, x.out = q[0], out[0]
+        call.S = max(lengths)
         call.ops = table(isa)
-        call.scale = <float> (1.0 / sqrt(<double> d) if isnan(scale) else scale)
+        call.scale = <float> (1.0 / sqrt(<double> q.shape[3]) if isnan(scale) else scale)
         call.left, call.right = OPEN, 0 if causal else OPEN
         compute(&call, &x, 0, lengths, threads)
+    finally:
+        PyBuffer_Release(&x.table)
+        PyBuffer_Release(&x.first)
+    return 0
+
+
+cdef plain_attend(int isa, q, pages, bint causal, double scale, int threads):
+    """The output of a call of KVCache.attend with these options, where q can be taken as it is."""
+    cdef Py_buffer of_q, of_out
+    cdef Py_ssize_t heads, d, dv
+    cdef list lengths
+    cdef qkv_float_mode found
+    layout, lengths, _, _, _, _ = <tuple> pages
+    _, _, heads, d, dv = <tuple> layout
+    if not is_plain(q):
+        return None
+    memset(&of_q, 0, sizeof(Py_buffer))
+    memset(&of_out, 0, sizeof(Py_buffer))
+    found = qkv_enter_float_mode()
+    try:
+        PyObject_GetBuffer(q, &of_q, PyBUF_STRIDES)
+        if (of_q.ndim != 4 or of_q.len == 0 or <size_t> of_q.buf % sizeof(float)
+                or not PyBuffer_IsContiguous(&of_q, b"C") or of_q.shape[0] != len(lengths)
+                or of_q.shape[3] != d or heads == 0 or of_q.shape[1] % heads):
+            return None
+        out = empty(q.shape if dv == d else (*q.shape[:3], dv), float32)
+        PyObject_GetBuffer(out, &of_out, PyBUF_STRIDES | PyBUF_WRITABLE)
+        attend_rows(isa, &of_q, &of_out, pages, lengths, causal, scale, threads)
         return out
     finally:
-        let_go(&x)
+        PyBuffer_Release(&of_q)
+        PyBuffer_Release(&of_out)
         qkv_leave_float_mode(found)
 
 

@@ -244,7 +244,7 @@ cdef void as_matrix(const Py_buffer *x, Py_ssize_t rows, Py_ssize_t columns, Mat
     flat.shape, flat.strides = m.shape, m.strides
 
 
-cdef plain(int isa, a, b, bias, Py_ssize_t columns, int least, int threads):
+cdef plain_product(int isa, a, b, bias, Py_ssize_t columns, int least, int threads):
     """a b + bias where the arrays can be taken as they are, else None.
 
     columns is N where b is panels, else 0; least is the rank that a has to have.
@@ -308,4 +308,4 @@ cdef class Product:
     @cython.binding(False)  # which takes a bound method less
     def plain(self, a, b, bias, Py_ssize_t columns, int least, int threads):
         """a b + bias where the arrays can be taken as they are, else None."""
-        return plain(self.isa, a, b, bias, columns, least, threads)
+        return plain_product(self.isa, a, b, bias, columns, least, threads)

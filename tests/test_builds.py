@@ -17,7 +17,16 @@ from copies import ALONE, CAUGHT, SERVED, USE, bare_copy, whole_copy
 import qkv_ext
 from qkv_ext import _build
 
-COMPILED = ("_kernels", "_matmul", "_softmax", "_rotary", "_merge", "_append", "_attention")
+COMPILED = (
+    "_kernels",
+    "_matmul",
+    "_softmax",
+    "_rotary",
+    "_merge",
+    "_append",
+    "_attention",
+    "_step",
+)
 BUILT = sorted(Path(qkv_ext.__file__).parent.glob("_*.so"))
 needs_modules = pytest.mark.skipif(not BUILT, reason="nothing is compiled here")
 TREE = Path(__file__).resolve().parents[1]
@@ -101,7 +110,7 @@ def test_without_the_text_of_the_python_files(python, tmp_path):
 @pytest.mark.parametrize(
     ("modules", "said"),
     [
-        ({}, "_attention does not load: it has no build id"),
+        ({}, "_step does not load: it has no build id"),
         ({"_matmul": "BUILD = 's_p'"}, "_matmul does not load: it is of another build than "),
         (
             {"_matmul": "raise TypeError('C function qkv_ext._kernels.table has wrong signature')"},

@@ -1,5 +1,6 @@
 """MultiHeadAttention over a KVCache: decoding step by step is the whole sequence at once."""
 
+import copy
 import itertools
 import pickle
 import re
@@ -8,9 +9,10 @@ import numpy as np
 import pytest
 from caches import STORAGE
 from cases import dtype_of
+from tolerance import assert_same_bits
 
 import qkv_ext
-from qkv_ext import KVCache, MultiHeadAttention
+from qkv_ext import KVCache, MultiHeadAttention, _backends
 
 H, HKV, D, DV, WIDTH = 4, 2, 8, 6, 20
 TABLES = qkv_ext.rotary_tables(400, D)
@@ -208,3 +210,86 @@ def test_a_failure_in_the_last_product(rng, monkeypatch):
         assert pickle.dumps(one) == before
     monkeypatch.undo()
     close(mha(x, cache=cache), mha(x, cache=fork))
+
+
+def decode(mha, prompt, steps, backend, kind, **options):
+    """Outputs of a ragged prompt and of steps behind it, and the cache."""
+    cache = KVCache(2, HKV, D, mha._layer.v_dim, dtype=kind)
+    outputs = [
+        mha(prompt, cache=cache, q_lengths=[250, 3], causal=True, backend=backend, **options)
+    ]
+    outputs += [mha(x, cache=cache, backend=backend, **options) for x in steps]
+    return outputs, cache
+
+
+@pytest.mark.parametrize("kind", STORAGE)
+@pytest.mark.parametrize(
+    ("dv", "biases", "with_o", "options"),
+    [
+        (DV, "", True, {"rotary": TABLES}),
+        (D, "qkvo", True, {"rotary": TABLES, "interleaved": True, "scale": 0.3}),
+        (D, "v", False, {}),
+        (70, "k", True, {"rotary": (TABLES[0][:, :2], TABLES[1][:, :2]), "rotary_dim": 4}),
+    ],
+    ids=["rotary", "biases", "no W_O", "part"],
+)
+def test_a_step_of_its_own_has_the_bits_of_the_general_one(
+    kind, dv, biases, with_o, options, compiled, monkeypatch, rng
+):
+    """Steps of 1 and 3 rows, from page to page; the second item is at positions of its own."""
+    shapes = {"q": (WIDTH, H * D), "k": (WIDTH, HKV * D), "v": (WIDTH, HKV * dv)}
+    if with_o:
+        shapes["o"] = (H * dv, 9)
+    w = [rng.standard_normal(shape, np.float32) for shape in shapes.values()]
+    b = {f"b_{part}": rng.standard_normal(shapes[part][1], np.float32) for part in biases}
+    mha = MultiHeadAttention(*w, **b, num_heads=H, num_kv_heads=HKV)
+    prompt = rng.standard_normal((2, 250, WIDTH), np.float32)
+    steps = [rng.standard_normal((2, n, WIDTH), np.float32) for n in (1, 1, 3, 1, 1, 1, 1, 3)]
+    taken = []
+    own = _backends._TABLE[compiled].plain_step
+
+    def counted(*arguments):
+        done = own(*arguments)
+        taken.append(done is not None)
+        return done
+
+    def use(plain):
+        changed = _backends._TABLE[compiled]._replace(plain_step=plain)
+        monkeypatch.setitem(_backends._TABLE, compiled, changed)
+
+    use(counted)
+    ours, cache = decode(mha, prompt, steps, compiled, kind, **options)
+    assert taken.count(True) == len(steps) - 1  # all but the one that needs a page
+    use(lambda *_: None)
+    expected, other = decode(mha, prompt, steps, compiled, kind, **options)
+    for x, y in zip(ours, expected, strict=True):
+        assert_same_bits(x, y)
+    assert cache.lengths.tolist() == other.lengths.tolist() == [262, 15]
+    for n in range(2):
+        assert_same_bits(cache.keys(n), other.keys(n))
+        assert_same_bits(cache.values(n), other.values(n))
+
+
+def test_a_step_without_a_batch(compiled, rng):
+    mha, x = layer(rng), rng.standard_normal((4, WIDTH), np.float32)
+    caches = [KVCache(1, HKV, D, DV) for _ in range(2)]
+    for row in x:
+        one = mha(row[None], cache=caches[0], rotary=TABLES, backend=compiled)
+        other = mha(row[None, None], cache=caches[1], rotary=TABLES, backend=compiled)
+        assert one.shape == (1, WIDTH)
+        assert_same_bits(one, other[0])
+
+
+def test_a_layer_keeps_one_weight(rng):
+    """W_Q, W_K and W_V lie side by side; copies share them, and pickles hold them once."""
+    mha = layer(rng)
+    weight = mha._layer.joined.weight
+    for part in "qkv":
+        assert np.shares_memory(mha._layer.weights[part].panels, weight.panels)
+    copied, restored = copy.copy(mha), pickle.loads(pickle.dumps(mha))
+    assert copied._layer.joined.weight is weight
+    assert len(pickle.dumps(mha)) < 1.5 * sum(w.nbytes for w in mha._layer.weights.values())
+    x = rng.standard_normal((3, WIDTH), np.float32)
+    for other in (copied, restored):
+        assert_same_bits(other(x, causal=True), mha(x, causal=True))
+        assert np.shares_memory(other._layer.weights["k"].panels, other._layer.joined.weight.panels)

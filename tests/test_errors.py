@@ -357,8 +357,8 @@ LAYERS = [
      + cast("kv.k", "kv.v")),
     (lambda o: MHA(f32(5, 8), layout="blhd", **o), TypeError,
      "MultiHeadAttention.__call__() got an unexpected keyword argument 'layout'; expected mask, "
-     "causal, align, scale, window, softcap, alibi_slopes, sinks, kv_lengths, q_lengths, query_offset, key_offset, out, "
-     "threads, backend"),
+     "causal, align, scale, window, softcap, alibi_slopes, sinks, kv_lengths, q_lengths, "
+     "query_offset, key_offset, out, threads, backend"),
     (lambda o: MHA(f32(5, 8), mask=f32(3, 5, 5), **o), ValueError,
      "mask has shape (3, 5, 5); expected one that broadcasts to (2, 5, 5)"),
     (lambda o: MHA(f32(5, 8), mask=np.ones((5, 5), int), **o), TypeError,

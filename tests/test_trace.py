@@ -301,7 +301,7 @@ def test_trace_of_a_layer_rejects(rng):
         trace_cross(x_dec, x_dec, **w)
     with pytest.raises(ValueError, match=r"x has shape \(6, 11\)"):
         trace_self(x_enc, **w)
-    with pytest.raises(TypeError, match="^trace_cross.. got an unexpected .* 'layout'; expected"):
+    with pytest.raises(TypeError, match=r"^trace_cross.. got an unexpected .* 'layout'; expected"):
         trace_cross(x_dec, x_enc, **w, layout="blhd")
     with pytest.raises(ValueError, match="backend is 'none'"):
         trace_cross(x_dec, x_enc, **w, backend="none")
