@@ -20,7 +20,6 @@ from qkv_ext import _build, _numpy
 from qkv_ext._arrays import Array, shown
 
 if TYPE_CHECKING:
-    from qkv_ext._append import Append
     from qkv_ext._check import Checked, Copies
     from qkv_ext._problem import Problem, Product, Rows
     from qkv_ext.rotary import RotaryProblem
@@ -60,8 +59,9 @@ class Backend(NamedTuple):
     rotary: Callable[[RotaryProblem], None] | None = None  # of src/rotary.pyx; None: rotary.py
     rotary_step: Callable[[RotaryProblem, RotaryProblem], None] | None = None  # queries and keys
     merge: Callable[..., None] | None = None  # of src/merge.pyx; None: merge.py itself
-    append: Append | None = None  # of src/append.pyx; None: _store.py itself
+    append: Callable[..., bool] | None = None  # of src/append.pyx; None: _store.py itself
     plain_attention: Callable[..., Any] = _nothing  # (q, k, v, given, threads)
+    plain_append: Callable[..., Any] = _nothing  # (k, v, pages, until, threads)
     plain_attend: Callable[..., Any] = _nothing  # (q, pages, given, threads)
     plain_step: Callable[..., Any] = _nothing  # of src/step.pyx, a layer's decode step
     plain_product: Callable[..., Any] = _nothing  # (a, b, bias, columns of panels, rank, threads)
@@ -187,7 +187,7 @@ def _compiled(name: str, isa: int) -> Backend:
     """The functions of an instruction set."""
     attention, product = _modules["_attention"].Attention(isa), _modules["_matmul"].Product(isa)
     softmax, rotary = _modules["_softmax"].Softmax(isa), _modules["_rotary"].Rotary(isa)
-    merge = _modules["_merge"].Merge(isa)
+    merge, append = _modules["_merge"].Merge(isa), _modules["_append"].Append(isa)
     return Backend(
         name,
         isa,
@@ -197,8 +197,9 @@ def _compiled(name: str, isa: int) -> Backend:
         rotary=rotary.compute,
         rotary_step=rotary.step,
         merge=merge.compute,
-        append=_modules["_append"].Append(isa),
+        append=append.compute,
         plain_attention=attention.plain,
+        plain_append=append.plain,
         plain_attend=attention.plain_attend,
         plain_step=_modules["_step"].Step(isa).plain,
         plain_product=product.plain,

@@ -12,17 +12,14 @@ of them it then writes to a copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from qkv_ext._arrays import FLOAT32, Array
 from qkv_ext._pages import Layout, Page, Pool
 from qkv_ext._storage import ENTRIES, encode, widen
-
-if TYPE_CHECKING:
-    from qkv_ext._append import Append
 
 #: Integer keys with scales below it make products that float32 holds, unless q is as large.
 _LARGE_SCALE = np.float32(2.0**60)
@@ -169,9 +166,9 @@ class Store:
         held = sum(page is not None for item in self.items for page in item.pages)
         return held * self.pool.nbytes + self.pool.spare()
 
-    def append_plain(self, k: Any, v: Any, compiled: Append, threads: int) -> bool:
+    def append_plain(self, k: Any, v: Any, plain: Callable[..., Any], threads: int) -> bool:
         """append of all rows of arrays that can be taken as they are, where pages are there."""
-        done = compiled.plain(k, v, self.pages(), self.until, threads)
+        done = plain(k, v, self.pages(), self.until, threads)
         if done is not None:
             self.grow(*done)
         return done is not None
@@ -183,15 +180,16 @@ class Store:
         self.lengths = lengths
 
     def append(
-        self, k: Array, v: Array, counts: list[int], compiled: Append | None, threads: int
-    ) -> None:
+        self, k: Array, v: Array, counts: list[int], compiled: Callable[..., bool] | None,
+        threads: int,
+    ) -> None:  # fmt: skip
         """The first of the keys (B, Hkv, n, D) and values (B, Hkv, n, Dv), so many for each item.
 
         MemoryError leaves the store as it was.
         """
         if compiled is not None:
             self._make_room(counts)
-            if compiled.compute(k, v, counts, self.pages(), threads):
+            if compiled(k, v, counts, self.pages(), threads):
                 self.pool.large_scales = True
         else:
             keys, values = self._encoded(k, counts), self._encoded(v, counts)

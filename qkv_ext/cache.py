@@ -219,14 +219,10 @@ class KVCache:
         array([5, 3])
         """
         with self._turn():
-            store, compiled, threads = self._store, _backends.DEFAULT.append, threads_of(None)
-            if (
-                lengths is None
-                and compiled is not None
-                and store.append_plain(k, v, compiled, threads)
-            ):
+            store, backend, threads = self._store, _backends.DEFAULT, threads_of(None)
+            if lengths is None and store.append_plain(k, v, backend.plain_append, threads):
                 return
-            store.append(*_check_cache.appended(store, k, v, lengths), compiled, threads)
+            store.append(*_check_cache.appended(store, k, v, lengths), backend.append, threads)
 
     @overload
     def attend(
