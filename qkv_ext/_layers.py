@@ -313,10 +313,10 @@ def covered(rows: int, queries: range | Array, keys: range | Array) -> None:
     """Tables of that many rows have one for each of the positions."""
     for name, at in (("queries", queries), ("keys", keys)):
         if isinstance(at, range):
-            low, high = (min(at.start, 0), max(at.stop - 1, 0)) if at else (0, 0)
+            low, high = (at.start, at.stop - 1) if at else (0, -1)
         else:
-            low, high = at.min(initial=0), at.max(initial=0)
-        if low < 0 or high >= max(rows, 1):
+            low, high = at.min(initial=0), at.max(initial=-1)
+        if low < 0 or high >= rows:
             raise ValueError(
                 f"rotary has {rows} rows, but {name} stand at positions up to {high}"
                 if low >= 0

@@ -268,6 +268,33 @@ def projected(draw):
     return Call(layer, [x, context] if crossed else [x], options)
 
 
+def decoding(draw):
+    """A step of a layer with a cache, which goes on from a fork each time it is called."""
+    hkv, batch = draw.between(1, 2), draw.between(1, 3)
+    h, d, dv, d_in = hkv * draw.between(1, 3), 2 * draw.between(1, 40), draw.size(1), draw.size(1)
+    w, biases = weights(draw, d_in, d_in, h, hkv, d, dv)
+    layer = qkv_ext.MultiHeadAttention(*w, **biases, num_heads=h, num_kv_heads=hkv)
+    kind, n = draw.choice(["float32", "float16", "bfloat16", "int8"]), draw.choice([0, 1, 63, 254])
+    cache = qkv_ext.KVCache(batch, hkv, d, dv, dtype=kind)
+    lengths = draw.rng.integers(0, n + 1, batch) if draw.one_in(2) else None
+    cache.append(*(draw.numbers((batch, hkv, n, m)) for m in (d, dv)), lengths)
+    length = 1 if draw.one_in(2) else draw.between(0, 9)
+    options = {"causal": bool(draw.one_in(2))}
+    if draw.one_in(3):
+        options = rules(draw, batch, h, length, n + length) | extras(draw)
+        options.pop("kv_lengths", None)
+    if draw.one_in(2):
+        options["rotary"] = qkv_ext.rotary_tables(n + draw.choice([0, 9, 9]), d)
+        options["interleaved"] = bool(draw.one_in(2))
+
+    def step(x, **options):
+        return layer(x, cache=cache.fork(), **options)
+
+    x = draw.array([batch, length, d_in])
+    tame = kind in ("float32", "float16")  # what else differs by a rounding is stored far apart
+    return Call(step, [x], options, tame=tame)
+
+
 def merge(draw):
     dtype, rank = draw.dtype(), draw.between(2, 4)
     shape = [draw.size(0, 20) for _ in range(rank)]
@@ -401,8 +428,8 @@ def beyond(draw):
 
 CALLS = (  #: each with how often it is drawn
     (attention, 40), (cached, 12), (varlen, 12), (matmul, 10), (linear, 10), (softmax, 9),
-    (projected, 14), (merge, 1), (rotary, 1), (onnx_attention, 4), (onnx_rotary, 1), (pack, 1),
-    (trace, 1), (beyond, 1),
+    (projected, 14), (decoding, 6), (merge, 1), (rotary, 1), (onnx_attention, 4), (onnx_rotary, 1),
+    (pack, 1), (trace, 1), (beyond, 1),
 )  # fmt: skip
 OFTEN = np.cumsum([often for _, often in CALLS])
 

@@ -293,3 +293,15 @@ def test_a_layer_keeps_one_weight(rng):
     for other in (copied, restored):
         assert_same_bits(other(x, causal=True), mha(x, causal=True))
         assert np.shares_memory(other._layer.weights["k"].panels, other._layer.joined.weight.panels)
+
+
+def test_tables_without_rows(backend, rng):
+    """Neither read, nor taken for enough; what has no row needs none."""
+    mha, empty = layer(rng), qkv_ext.rotary_tables(0, D)
+    for n in (1, 2):
+        cache = KVCache(1, HKV, D, DV)
+        with pytest.raises(ValueError, match=f"rotary has 0 rows, .* positions up to {n - 1}"):
+            mha(np.ones((1, n, WIDTH), "f4"), cache=cache, rotary=empty, backend=backend)
+        assert cache.lengths.tolist() == [0]
+    nothing = np.ones((1, 0, WIDTH), "f4")
+    assert mha(nothing, cache=cache, rotary=empty, backend=backend).shape == (1, 0, WIDTH)
