@@ -227,7 +227,8 @@ def problem(
     weights = lse = None
     extras: tuple[Array, ...] = ()
     copies: Copies = ()
-    if given.return_weights is not False and _arrays.switch(given.return_weights, "return_weights"):
+    return_weights, return_lse = given.return_weights, given.return_lse
+    if return_weights is not False and _arrays.switch(return_weights, "return_weights"):
         compute = _arrays.compute_dtype(sizes.dtype)
         own = np.empty((*sizes.rows, sizes.s), compute)
         weights = sizes.by_head(own)
@@ -235,7 +236,7 @@ def problem(
         if compute is not sizes.dtype:
             extras = (np.empty(own.shape, sizes.dtype),)
             copies = ((extras[0], own),)
-    if given.return_lse is not False and _arrays.switch(given.return_lse, "return_lse"):
+    if return_lse is not False and _arrays.switch(return_lse, "return_lse"):
         compute = _arrays.compute_dtype(sizes.dtype)
         if sizes.packed is None:
             own = np.empty(sizes.rows, compute)

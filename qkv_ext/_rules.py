@@ -11,6 +11,7 @@ from qkv_ext import _arrays
 from qkv_ext._arrays import FLOAT32, Array, shown
 from qkv_ext._options import DEFAULT, Given
 from qkv_ext._problem import (
+    CAUSAL,
     COLUMNS,
     ITEM,
     K_LENGTH,
@@ -106,41 +107,48 @@ def options(given: Given, sizes: Sizes) -> Scoring:
     _, lead, h, _, length, s, d, _, dtype, keys, packed = sizes
     if given is DEFAULT and d and keys is None and packed is None:  # most decode steps, quickly
         return new(Scoring, (None, 1.0 / math.sqrt(d), s - length, PLAIN, 0))
+    (
+        mask, causal, align, scale, window, softcap, slopes, sinks, kv_lengths, q_lengths,
+        query_offset, key_offset, *_,
+    ) = given  # fmt: skip
     compute = dtype if dtype is FLOAT32 else _arrays.compute_dtype(dtype)
-    align = given.align
-    if align is not DEFAULT.align:
-        align = _arrays.choice(align, "align", _arrays.ALIGNS)
-    scale = _arrays.scale(given.scale, d, compute)
-    left, right = OPEN, 0 if _arrays.switch(given.causal, "causal") else OPEN
-    softcap, slopes, sinks = 0.0, None, None
-    if given.window is not None:
-        left, most = _window(given.window)
-        right = min(right, most)
-    if given.softcap is not None:
-        softcap = _softcap(given.softcap, compute)
-    if given.alibi_slopes is not None:
-        shapes = ((h,), (lead[0] if lead else 1, h))
-        slopes = per_head(given.alibi_slopes, "alibi_slopes", shapes, compute)
-        slopes = np.repeat(slopes, math.prod(lead[1:]), 0) if slopes.ndim == 2 else slopes[None]
-    if given.sinks is not None:
-        sinks = per_head(given.sinks, "sinks", ((h,),), compute)
-    key_offset = offset(given.key_offset, "key_offset")
-    bottom_right, spans = align == _arrays.BOTTOM_RIGHT, None
-    if (
-        given.q_lengths is None
-        and given.kv_lengths is None
-        and given.query_offset is None
-        and keys is None
-        and packed is None
-    ):
-        shift = _align(bottom_right, s, length) - key_offset
+    bottom_right = align is DEFAULT.align
+    if not bottom_right:
+        bottom_right = _arrays.choice(align, "align", _arrays.ALIGNS) == _arrays.BOTTOM_RIGHT
+    scale = 1.0 / math.sqrt(d) if scale is None and d else _arrays.scale(scale, d, compute)
+    if window is softcap is slopes is sinks is None and (causal is False or causal is True):
+        rules = CAUSAL if causal else PLAIN
+    else:
+        rules = _rules(causal, window, softcap, slopes, sinks, lead, h, compute)
+    if key_offset is not DEFAULT.key_offset:
+        key_offset = offset(key_offset, "key_offset")
+    if q_lengths is kv_lengths is query_offset is None and keys is None and packed is None:
+        shift = (s - length if bottom_right else 0) - key_offset
     else:
         shift, spans = _spans(given, sizes, bottom_right, key_offset)
-    mask = given.mask
+        rules = rules if spans is None else rules._replace(spans=spans)
     if mask is not None:
-        mask = sizes.by_head(_arrays.mask(mask, (*sizes.rows, sizes.s), compute))
-    rules = new(Rules, (left, right, softcap, slopes, sinks, spans))
+        mask = sizes.by_head(_arrays.mask(mask, (*sizes.rows, s), compute))
     return new(Scoring, (mask, scale, shift, rules, key_offset))
+
+
+def _rules(
+    causal: Any, window: Any, softcap: Any, slopes: Any, sinks: Any, lead: tuple[int, ...], h: int,
+    compute: np.dtype[Any],
+) -> Rules:  # fmt: skip
+    """What a score obeys beyond the scale, but for lengths and offsets."""
+    left, right = OPEN, 0 if _arrays.switch(causal, "causal") else OPEN
+    if window is not None:
+        left, most = _window(window)
+        right = min(right, most)
+    cap = 0.0 if softcap is None else _softcap(softcap, compute)
+    if slopes is not None:
+        shapes = ((h,), (lead[0] if lead else 1, h))
+        slopes = per_head(slopes, "alibi_slopes", shapes, compute)
+        slopes = np.repeat(slopes, math.prod(lead[1:]), 0) if slopes.ndim == 2 else slopes[None]
+    if sinks is not None:
+        sinks = per_head(sinks, "sinks", ((h,),), compute)
+    return Rules(left, right, cap, slopes, sinks)
 
 
 def _align(bottom_right: bool, keys: Any, queries: Any) -> Any:
