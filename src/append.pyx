@@ -155,7 +155,8 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
     rows = (call.v.start + b * call.v.by_item + head * call.v.by_head
             + (first - item.length) * call.v.by_row)
     entries = encoded(call, rows, call.v.by_row, m, call.v.width, memory, scales, &ld)
-    put_values(call, entries, ld, <char *> page[1] + head * call.page * call.v.width * size, m, slot)
+    put_values(call, entries, ld,
+               <char *> page[1] + head * call.page * call.v.width * size, m, slot)
     if call.stored == QKV_INT8:
         memcpy(<float *> page[3] + head * call.page + slot, scales, m * sizeof(float))
 

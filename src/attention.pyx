@@ -331,7 +331,7 @@ cdef class Attention:
 
     @cython.binding(False)  # which takes a bound method less
     def plain(self, q, k, v, given, int threads):
-        """The output with causal and scale alone on arrays that can be taken as they are, else None.
+        """The output with causal and scale alone, of arrays to be taken as they are, else None.
 
         given is as Given of _options.py has it.
         """
@@ -372,7 +372,7 @@ cdef int attend(problem, int isa) except -1:
     if q.itemsize == 2:
         call.kind = QKV_FLOAT16 if q.dtype.kind == "f" else QKV_BFLOAT16
         if call.kind == QKV_BFLOAT16:  # a dtype that the buffer protocol has no name for
-            q, k, v, out = (array if array is None else array.view("u2") for array in (q, k, v, out))
+            q, k, v, out = (a if a is None else a.view("u2") for a in (q, k, v, out))
     call.stored = call.kind
     call.ops = table(isa)
     call.scale, call.softcap = scale, softcap
@@ -471,7 +471,7 @@ cdef plain_attend(int isa, q, pages, bint causal, double scale, int threads):
 
 
 cdef plain(int isa, q, k, v, bint causal, double scale, int threads):
-    """The output of a call with these options, where q, k and v can be taken as they are, else None.
+    """The output of a call with these options, of arrays to be taken as they are, else None.
 
     Three quarters of a small call are the checks in Python; what this recognises needs none.
     """

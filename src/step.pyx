@@ -61,11 +61,11 @@ cdef struct Tables:
     bint interleaved
 
 
-cdef inline bint readable(const Py_buffer *table) noexcept nogil:
+cdef inline bint readable(const Py_buffer *x) noexcept nogil:
     """Whether it is aligned, and of contiguous rows."""
     cdef Py_ssize_t size = sizeof(float)
-    return ((<size_t> table.buf | <size_t> table.strides[0]) % size == 0
-            and (table.strides[1] == size or table.shape[1] <= 1))
+    return ((<size_t> x.buf | <size_t> x.strides[0]) % size == 0
+            and (x.strides[1] == size or x.shape[1] <= 1))
 
 
 cdef bint take_tables(Tables *tables, rotary, interleaved, rotary_dim, Py_ssize_t d) except -1:
