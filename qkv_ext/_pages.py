@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -37,7 +38,8 @@ SLACK = 64  #: bytes behind v, and behind the scales, that a vector load may tou
 _HUGE = 2 << 20  #: bytes of a huge page
 _SLAB = 4 << 20  #: bytes that are asked of the system at a time by a cache that is large
 _MOST_ROOMS = 64  #: pages of a slab, where they are small
-_SHARE = 4  #: a slab is no more than this part of the pages that are there already
+SHARE = 4  #: rooms for the next pages are no more than this part of the pages that are there
+_MANY = 8  #: pages that make huge pages worth while, with however few keys each
 _SPARE = 32 << 20  #: bytes of given-up pages that are kept for the next ones
 
 
@@ -62,40 +64,48 @@ class Layout(NamedTuple):
 
 
 class Page:
-    """One page; it hands its memory back to the pool when nobody holds it any more."""
+    """One page; it hands its memory back when nobody holds it any more.
 
-    __slots__ = ("k", "k_scale", "owner", "pool", "room", "v_blocks", "v_scale")
+    To its pool, which it does not keep alive: a page may go on in a cache that has another pool.
+    """
+
+    __slots__ = (
+        "addresses", "k", "k_scale", "layout", "owner", "pool", "room", "v_blocks", "v_scale"
+    )  # fmt: skip
 
     def __init__(self, room: Array, pool: Pool) -> None:
-        self.room, self.pool = room, pool  # first of all, for __del__
+        self.room, self.pool = room, weakref.ref(pool)  # first of all, for __del__
         self.owner: object = None
-        layout, (k, v, k_scale, v_scale, _) = pool.layout, pool.offsets
+        self.layout = layout = pool.layout
+        k, v, k_scale, v_scale, _ = pool.offsets
+        start = room.ctypes.data
+        #: of k, v, k_scale and v_scale, 0 for what is not there
+        self.addresses = start, start + v, 0, 0
         heads, size, entries = layout.kv_heads, layout.size, ENTRIES[layout.kind]
         panels = (heads, size // PANEL, layout.head_dim, PANEL)
         self.k: Array = np.ndarray(panels, entries, room, k)
         flat: Array = np.ndarray((heads, size * layout.v_dim), entries, room, v)
         self.v_blocks: list[tuple[slice, Array]] = []  # columns, and their rows (Hkv, P, 64)
-        for start in range(0, layout.v_dim, PANEL):
-            stop = min(start + PANEL, layout.v_dim)
-            block = flat[:, start * size : stop * size].reshape(heads, size, stop - start)
-            self.v_blocks.append((slice(start, stop), block))
+        for first in range(0, layout.v_dim if heads else 0, PANEL):
+            stop = min(first + PANEL, layout.v_dim)
+            block = flat[:, first * size : stop * size].reshape(heads, size, stop - first)
+            self.v_blocks.append((slice(first, stop), block))
         self.k_scale: Array | None = None
         self.v_scale: Array | None = None
         if layout.kind == "int8":
             self.k_scale = np.ndarray((heads, size), FLOAT32, room, k_scale)
             self.v_scale = np.ndarray((heads, size), FLOAT32, room, v_scale)
+            self.addresses = start, start + v, start + k_scale, start + v_scale
 
     def __del__(self, at_the_end: Callable[[], bool] = sys.is_finalizing) -> None:
-        pool = getattr(self, "pool", None)
-        if pool is not None and not at_the_end():  # it was made, and the interpreter goes on
+        its_pool = getattr(self, "pool", None)
+        if its_pool is None or at_the_end():  # it was never made, or the interpreter ends
+            return
+        pool = its_pool()
+        if pool is None:
+            release(self.room)
+        else:
             pool.give_back(self.room)
-
-    def addresses(self) -> Array:
-        """Of k, v, k_scale and v_scale, 0 for what is not there."""
-        _, v, k_scale, v_scale, _ = self.pool.offsets
-        start = self.room.ctypes.data
-        scales = (start + k_scale, start + v_scale) if self.k_scale is not None else (0, 0)
-        return np.array((start, start + v, *scales), np.int64)
 
     def write(self, at: int, k: Array, v: Array) -> None:
         """Entries of keys (Hkv, n, D) and values (Hkv, n, Dv), from a slot on."""
@@ -120,7 +130,7 @@ class Page:
 
     def value_rows(self) -> Array:
         """The values (Hkv, P, Dv), a copy."""
-        layout = self.pool.layout
+        layout = self.layout
         rows = np.empty((layout.kv_heads, layout.size, layout.v_dim), ENTRIES[layout.kind])
         for columns, block in self.v_blocks:
             rows[..., columns] = block
@@ -171,22 +181,29 @@ class Pool:
     """Where the pages of a cache, and of its forks, come from.
 
     Memory is asked for in slabs, and goes back to the system when no page of its slab is left.  The
-    first ones hold what was asked for and no more; they grow with the cache, and large ones start
-    on a huge page's boundary.  The lists are changed by single operations, which are atomic, so
-    that caches on several threads may share a pool.
+    first ones hold what was asked for and no more; they grow with the cache, and take huge pages
+    once it is large.  The lists are changed by single operations, which are atomic, so that caches
+    on several threads may share a pool.
     """
 
     def __init__(self, layout: Layout) -> None:
+        self.clean: list[Array] = []  # rooms that nobody wrote to yet
+        self.used: list[Array] = []  # rooms that were given up; first of all, for __del__
         self.layout = layout
         self.offsets = layout.offsets
         self.nbytes = self.offsets[-1]  #: of a page
-        self.clean: list[Array] = []  # rooms that nobody wrote to yet
-        self.used: list[Array] = []  # rooms that were given up
         self.large_scales = False  # whether one of int8 may make products that float32 cannot hold
         self.rooms = 0  # that are there, roughly, where threads change it at once
 
-    def take(self, count: int) -> list[Page]:
-        """That many pages of zeros, or MemoryError and none."""
+    def __del__(self, at_the_end: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not at_the_end():  # pages that outlive their pool keep their slabs
+            self.trim(0)
+
+    def take(self, count: int, keys: int = 0) -> list[Page]:
+        """That many pages of zeros, or MemoryError and none.
+
+        keys is how many the cache is to hold with them.
+        """
         pages: list[Page] = []
         try:
             if count * self.nbytes > 16 * _SLAB:
@@ -200,7 +217,7 @@ class Pool:
                 if room is not None:
                     pages.append(Page(room, self))
                 else:
-                    self._grow(count - len(pages))
+                    self._grow(count - len(pages), keys)
         except (OSError, OverflowError, ValueError, MemoryError) as error:
             pages.clear()
             raise MemoryError(
@@ -211,31 +228,40 @@ class Pool:
     def give_back(self, room: Array) -> None:
         """Keep a room for the next page; if there are enough of them, let its memory go.
 
-        The slab that it lies in may have to stay for others.
+        Some are kept, since beam search takes pages and gives them up all the time.  The slab that
+        it lies in may have to stay for others.
         """
-        spare = len(self.used) + 1
-        in_use = self.rooms - len(self.clean) - spare
-        # some are kept, since beam search takes pages and gives them up all the time
-        if spare < in_use and spare * self.nbytes <= _SPARE:
-            self.used.append(room)
-        else:
-            self.rooms -= 1
-            release(room)
-
-    def forget(self) -> None:
-        """Keep none of those that were given up."""
-        self.rooms -= len(self.used)
-        self.used.clear()
+        self.used.append(room)
+        self.trim(min(self.rooms - self._idle(), _SPARE // self.nbytes))
 
     def spare(self) -> int:
         """Bytes of rooms that are in no page."""
-        return (len(self.clean) + len(self.used)) * self.nbytes
+        return self._idle() * self.nbytes
 
-    def _grow(self, wanted: int) -> None:
+    def _idle(self) -> int:
+        return len(self.clean) + len(self.used)
+
+    def trim(self, most: int) -> None:
+        """Let the memory of rooms go that are in no page, but for so many."""
+        while self._idle() > most:
+            room = _pop(self.used)
+            if room is None:
+                room = _pop(self.clean)
+            if room is None:  # another thread took it
+                return
+            self.rooms -= 1
+            release(room)
+
+    def _grow(self, wanted: int, keys: int) -> None:
         """One more slab, for so many pages or some of them."""
         most = min(-(-_SLAB // self.nbytes), _MOST_ROOMS)
-        fit = min(max(wanted, self.rooms // _SHARE), most)
+        fit = min(max(wanted, self.rooms // SHARE), most)
+        pages = self.rooms + wanted
+        held = keys * self.nbytes // self.layout.size
+        huge = held >= _HUGE or (pages >= _MANY and pages * self.nbytes >= 2 * _SLAB)
         slab = allocate(fit * self.nbytes)
+        if not huge:
+            _advise(slab, "MADV_NOHUGEPAGE")
         self.rooms += fit
         for n in range(fit - 1, -1, -1):
             self.clean.append(slab[n * self.nbytes : (n + 1) * self.nbytes])
@@ -250,19 +276,25 @@ def _pop(rooms: list[Array]) -> Array | None:
 
 def release(room: Array) -> None:
     """Give the system pages that a part of what allocate gave fills; it is not to be used again."""
+    _advise(room, "MADV_DONTNEED")
+
+
+def _advise(room: Array, advice: str) -> None:
+    """What to do with the pages that a part of what allocate gave fills."""
     whole: Any = room
     while isinstance(whole.base, np.ndarray):
         whole = whole.base
     memory = whole.base
     if isinstance(memory, memoryview):
         memory = memory.obj
-    if not (isinstance(memory, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED")):
+    if not (isinstance(memory, mmap.mmap) and hasattr(mmap, advice)):
         return
     first = room.ctypes.data - whole.ctypes.data
     start = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = (first + room.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if start < stop:
-        memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
+        with contextlib.suppress(OSError):  # a kernel that has no such advice
+            memory.madvise(getattr(mmap, advice), start, stop - start)
 
 
 def allocate(nbytes: int) -> Array:

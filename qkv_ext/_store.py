@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv_ext._arrays import FLOAT32, Array
-from qkv_ext._pages import Layout, Page, Pool
+from qkv_ext._pages import SHARE, Layout, Page, Pool
 from qkv_ext._storage import ENTRIES, encode, widen
 
 #: Integer keys with scales below it make products that float32 holds, unless q is as large.
@@ -69,7 +69,7 @@ class Item:
         """A page of its own, in the place of one or behind the last; room is reserved."""
         page.owner = self.owner
         self.stale = True  # the page that was there may be given up between the two
-        self.table[index] = page.addresses()
+        self.table[index] = page.addresses
         self.pages[index : index + 1] = [page]
         self.stale = False
 
@@ -77,7 +77,7 @@ class Item:
         """The table of the pages that are there."""
         if self.stale:
             for index, page in enumerate(self.pages):
-                self.table[index] = 0 if page is None else page.addresses()
+                self.table[index] = 0 if page is None else page.addresses
             self.stale = False
         return self.table[: len(self.pages)]
 
@@ -239,8 +239,9 @@ class Store:
             return
         for item, n, _ in wanted:
             item.reserve(n + 1)
+        pages = self.pool.take(len(wanted), sum(self.lengths) + sum(counts))
         self._table = None
-        for (item, n, used), page in zip(wanted, self.pool.take(len(wanted)), strict=True):
+        for (item, n, used), page in zip(wanted, pages, strict=True):
             shared = item.pages[n] if used and n < len(item.pages) else None
             if shared is not None:
                 page.copy_from(shared, used)
@@ -261,8 +262,7 @@ class Store:
                 page = item.pages[index]
                 assert page is not None
                 page.clear(used, min(old - index * size, size))
-        if not any(lengths):
-            self.pool.forget()
+        self._shrink()
 
     def drop(self, before: list[int]) -> None:
         """Whatever interrupts it, pages go only after their keys are dropped."""
@@ -274,6 +274,14 @@ class Store:
             start = next((n for n in range(stop) if item.pages[n] is not None), stop)
             item.pages[start:stop] = [None] * (stop - start)
             item.table[start:stop] = 0
+        self._shrink()
+
+    def _shrink(self, needed: int = 0) -> None:
+        """Keep no more room for pages than a part of those that are held, or what is needed."""
+        if self.pool.spare():
+            size, each = self.layout.size, zip(self.lengths, self.dropped, strict=True)
+            held = sum(-(-length // size) - gone // size for length, gone in each)
+            self.pool.trim(max(held // SHARE, needed))
 
     def reorder(self, indices: list[int]) -> None:
         """Items that are used once stay, the others are shared.  No page is copied."""
@@ -284,8 +292,8 @@ class Store:
         lengths, dropped = ([of[n] for n in indices] for of in (self.lengths, self.dropped))
         self._table = None
         self.items, self.lengths, self.dropped = items, lengths, dropped
-        if not any(lengths):
-            self.pool.forget()
+        shared = (times[n] > 1 and lengths[b] % self.layout.size > 0 for b, n in enumerate(indices))
+        self._shrink(sum(shared))  # the next append copies their last pages
 
     def fork(self) -> Store:
         """Shares full pages, and copies the last one of each item."""
@@ -315,9 +323,10 @@ class Store:
         items = [item.share() for store in stores for item in store.items]
         lengths = [n for store in stores for n in store.lengths]
         dropped = [n for store in stores for n in store.dropped]
-        joined = cls(Pool(stores[0].layout), items, lengths, dropped)
-        joined.pool.large_scales = any(store.pool.large_scales for store in stores)
-        return joined
+        pool = max((store.pool for store in stores), key=lambda pool: pool.rooms)
+        if any(store.pool.large_scales for store in stores):
+            pool.large_scales = True
+        return cls(pool, items, lengths, dropped)
 
     def state(self) -> tuple[Any, ...]:
         """The layout, lengths, dropped keys and dropped pages, and what is stored of the others."""

@@ -20,6 +20,7 @@ CHANGES = {
     "truncate": lambda c, kv: c.truncate(100),
     "reorder": lambda c, kv: c.reorder([1, 1]),
     "fork": lambda c, kv: c.fork(),
+    "concatenate": lambda c, kv: KVCache.concatenate([c, c]),
 }
 
 
