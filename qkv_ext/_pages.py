@@ -188,15 +188,16 @@ class Pool:
 
     def __init__(self, layout: Layout) -> None:
         self.clean: list[Array] = []  # rooms that nobody wrote to yet
-        self.used: list[Array] = []  # rooms that were given up; first of all, for __del__
+        self.used: list[Array] = []  # rooms that were given up
         self.layout = layout
         self.offsets = layout.offsets
         self.nbytes = self.offsets[-1]  #: of a page
         self.large_scales = False  # whether one of int8 may make products that float32 cannot hold
         self.rooms = 0  # that are there, roughly, where threads change it at once
+        self.stores: list[None] = []  # as many as there are stores that take pages here
 
     def __del__(self, at_the_end: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not at_the_end():  # pages that outlive their pool keep their slabs
+        if self.rooms > self._idle() and not at_the_end():  # pages outlive it, and keep their slabs
             self.trim(0)
 
     def take(self, count: int, keys: int = 0) -> list[Page]:
@@ -232,7 +233,8 @@ class Pool:
         it lies in may have to stay for others.
         """
         self.used.append(room)
-        self.trim(min(self.rooms - self._idle(), _SPARE // self.nbytes))
+        if self.stores:  # else all of them come, and their slabs go as a whole
+            self.trim(min(self.rooms - self._idle(), _SPARE // self.nbytes))
 
     def spare(self) -> int:
         """Bytes of rooms that are in no page."""

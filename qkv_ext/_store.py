@@ -142,6 +142,12 @@ class Store:
         self.pool, self.layout = pool, pool.layout
         self.items, self.lengths, self.dropped = items, lengths, dropped
         self._table = None
+        pool.stores.append(None)
+
+    def __del__(self) -> None:
+        pool = getattr(self, "pool", None)
+        if pool is not None:
+            pool.stores.pop()
 
     @classmethod
     def empty(cls, layout: Layout, batch: int) -> Store:

@@ -320,3 +320,15 @@ def test_joined_by_who_interrupts(rng):
         with taken._turn(), pytest.raises(RuntimeError, match="this KVCache is in use"):
             KVCache.concatenate(caches)
     assert KVCache.concatenate(caches).batch == 5
+
+
+def test_a_fork_that_dies_leaves_nothing():
+    """Neither its pages, nor the rooms that they were made in."""
+    cache = KVCache(1, 2, 64)
+    cache.append(*np.ones((2, 1, 2, 10, 64), "f4"))
+    page = cache.nbytes
+    fork = cache.fork()
+    fork.append(*np.ones((2, 1, 2, 9000, 64), "f4"))
+    assert cache.nbytes > page
+    del fork
+    assert cache.nbytes <= 2 * page
