@@ -130,7 +130,7 @@ def joined(layer: Projections, weight: PackedWeight | None = None) -> Projection
         joined=Joined(weight, bias, columns),
     )
     w_o = layer.weights["o"]
-    if weight.dtype != FLOAT32 or not layer.head_dim:
+    if weight.dtype != FLOAT32 or 0 in (layer.head_dim, layer.v_dim, *(w_o.shape if w_o else ())):
         return layer
     return layer._replace(plain=(
         weight.panels, bias, weight.shape[1], columns["k"].start, columns["v"].start,

@@ -152,7 +152,7 @@ def shows(options: type, *extras: str) -> Callable[[F], F]:
                 co_argcount=code.co_argcount, co_kwonlyargcount=len(own) + len(shown),
                 co_varnames=parameters, co_nlocals=len(parameters), co_name=code.co_name,
             ),
-            of.__globals__,
+            {**globals(), **of.__globals__},  # where what is written in either module has a meaning
         )  # fmt: skip
         of.__doc__ = _documented(of.__doc__, shown)
         update_wrapper(twin, of)

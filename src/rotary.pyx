@@ -366,7 +366,8 @@ cdef bint writable(const Views *v) noexcept nogil:
         if v.out.shape[axis] != v.x.shape[axis]:
             return False
     return ((same_place(&v.x, &v.out) or apart(&v.out, &v.x))
-            and apart(&v.out, &v.cos) and apart(&v.out, &v.sin))
+            and apart(&v.out, &v.cos) and apart(&v.out, &v.sin)
+            and (v.at.buf == NULL or apart(&v.out, &v.at)))
 
 
 cdef plain_positions(positions):

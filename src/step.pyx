@@ -179,6 +179,8 @@ cdef class Step:
                     rotate(table(self.isa), &tables, &q, b, lengths[b])
                     rotate(table(self.isa), &tables, &k, b, lengths[b])
             large = append_rows(self.isa, QKV_FLOAT32, &k.view, &v.view, None, pages, threads)
+            if large:  # whose products with q may be beyond float32, in this very step
+                pages = (*(<tuple> pages)[:5], True)
             side_by_side = empty((*shape[:len(shape) - 1], h * dv), float32)
             PyObject_GetBuffer(side_by_side, &of_heads, PyBUF_STRIDES | PyBUF_WRITABLE)
             lay_rows(&out, <char *> of_heads.buf, batch, h, length, dv, h * dv)

@@ -305,3 +305,29 @@ def test_tables_without_rows(backend, rng):
         assert cache.lengths.tolist() == [0]
     nothing = np.ones((1, 0, WIDTH), "f4")
     assert mha(nothing, cache=cache, rotary=empty, backend=backend).shape == (1, 0, WIDTH)
+
+
+@pytest.mark.parametrize(("dv", "d_out"), [(0, 5), (6, 0), (0, 0), (0, None)])
+def test_steps_of_no_width(dv, d_out, compiled):
+    shapes = [(WIDTH, H * D), (WIDTH, HKV * D), (WIDTH, HKV * dv)]
+    shapes += [] if d_out is None else [(H * dv, d_out)]
+    mha = MultiHeadAttention(*(np.ones(s, "f4") for s in shapes), num_heads=H, num_kv_heads=HKV)
+    cache = KVCache(2, HKV, D, dv)
+    for _ in range(3):
+        output = mha(np.ones((2, 1, WIDTH), "f4"), cache=cache, backend=compiled)
+        assert output.shape == (2, 1, 0 if d_out is None else d_out)
+
+
+def test_a_step_that_brings_the_first_large_scale(compiled):
+    """Integer keys whose products with q cancel beyond float32 count from their own step on."""
+    sign = np.where(np.arange(64) % 2, 1, -1).astype("f4")
+    w = np.diag(np.full(64, 2.0**40, "f4")), np.diag(sign * np.float32(2.0**100)), np.eye(64)
+    mha = MultiHeadAttention(*(x.astype("f4") for x in w), num_heads=1)
+    cache = KVCache(1, 1, 64, dtype="int8")
+    cache.append(np.zeros((1, 1, 1, 64), "f4"), np.full((1, 1, 1, 64), 3, "f4"))
+    x = np.ones((1, 1, 64), "f4")
+    steps = [mha(x, cache=cache, backend=compiled)[0, 0, 0] for _ in range(3)]
+    other = KVCache(1, 1, 64, dtype="int8")
+    other.append(np.zeros((1, 1, 1, 64), "f4"), np.full((1, 1, 1, 64), 3, "f4"))
+    general = [mha(x, cache=other, backend=compiled, window=(99, 0))[0, 0, 0] for _ in range(3)]
+    np.testing.assert_array_equal(steps, general)

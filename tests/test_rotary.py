@@ -486,3 +486,14 @@ def test_queries_and_keys_in_one_run(interleaved, length, dtype, compiled, rng):
     )
     assert_same_bits(out, right[0])
     assert_same_bits(np.ascontiguousarray(k), right[1])
+
+
+def test_out_over_the_positions(backend):
+    """They are read before they are written over: none of them is then a row beyond the tables."""
+    memory = np.zeros((8, 8), "f4")
+    positions = memory.view(np.int64).ravel()[:8]
+    positions[:] = np.arange(8)
+    x, tables = np.full((8, 8), 1e30, "f4"), rotary_tables(8, 8)
+    expected = apply_rotary(x, *tables, backend=backend)
+    out = apply_rotary(x, *tables, positions=positions, out=memory, backend=backend)
+    np.testing.assert_array_equal(out, expected)

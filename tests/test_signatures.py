@@ -130,3 +130,9 @@ def test_every_signature():
     """! stands behind a parameter that is passed by its name, / behind one that is not."""
     listed = {name: text.replace(*PROJECTION) for name, text in SIGNATURES.items()}
     assert {name: shown(function) for name, function in public()} == listed
+
+
+def test_annotations_have_a_meaning():
+    """Those of the options are written in a module of their own."""
+    for name, function in public():
+        inspect.signature(function, eval_str=name != "KVCache")
