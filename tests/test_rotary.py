@@ -392,7 +392,7 @@ def test_bits_of_numpy(shape, layout, rotary_dim, name, interleaved, compiled, r
         assert_same_numbers(turned, right)
         exact = cos.astype("f8"), sin.astype("f8")
         assert_same_numbers(apply_rotary(x, *exact, **options), right)  # rounded to float32 again
-        assert_same_bits(wide[1::2], x)  # what lies between is not touched
+        assert wide[1::2].tobytes() == x.tobytes()  # what lies between is not touched
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
