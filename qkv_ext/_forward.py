@@ -175,13 +175,8 @@ def sequences(
     layer: Projections, x: Any, context: Any, given: Given, names: tuple[str, str] = ("x", "x")
 ) -> tuple[Call, Array]:
     """Check the two sequences of a call, which may be one."""
-    if x is context:
-        x = other = _layers.sequence(
-            _layers.sequence(x, names[0], layer, "q"), names[1], layer, "k"
-        )
-    else:
-        other = _layers.sequence(context, names[1], layer, "k")
-        x = _layers.sequence(x, names[0], layer, "q")
+    other = _layers.sequence(context, names[1], layer, "k")
+    x = _layers.sequence(other if x is context else x, names[0], layer, "q")
     k = *other.shape[:-2], layer.num_kv_heads, other.shape[-2], layer.head_dim
     return prepare(layer, given, x, _layers.sizes(layer, x, names[0], k)), other
 
