@@ -363,7 +363,9 @@ def assert_same_numbers(actual, expected):
     """The same bits, or both a NaN: NumPy's own NaN has either sign, as its loops come to it."""
     assert actual.dtype == expected.dtype
     both = np.isnan(actual) & np.isnan(expected)
-    assert_same_bits(np.where(both, 0, actual), np.where(both, 0, expected))
+    bits = f"u{actual.itemsize}"  # np.where of bfloat16 itself crashes in NumPy 2.0
+    x, y = (np.where(both, 0, array.view(bits)) for array in (actual, expected))
+    assert x.tobytes() == y.tobytes()
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
