@@ -4,8 +4,8 @@ import os
 import re
 
 STEP = os.environ.get("QKV_CI_STEP", "")
-#: Steps whose environment has the extra `test` and no more; those before torch is installed.
-ONLY_TEST = r"plain|slow|smaller_cpu|no_compiler|fast_math|wheel"
+#: Steps whose environment may have the extra `test` and no more; those before torch is installed.
+ONLY_TEST = r"plain|slow|defaults|smaller_cpu|no_compiler|fast_math|wheel"
 NO_TORCH = rf"{ONLY_TEST}|conformance"
 #: (step, file of tests, reason), each a pattern for the whole of it
 EXPECTED = [
