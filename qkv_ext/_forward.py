@@ -111,8 +111,7 @@ def rotate(
     own_q = True
     if isinstance(at_q, np.ndarray) and len(q) != len(at_q):
         q, own_q = np.broadcast_to(q, (len(at_q), *q.shape[1:])), False  # items that share one x
-    of_q = _angles(rotary, at_q, q)
-    of_k = of_q if at_q is at_k else _angles(rotary, at_k, k)
+    of_q, of_k = _angles(rotary, at_q, q), _angles(rotary, at_k, k)
     in_place, how = call.backend.isa >= 0, rotary.interleaved
     out_q = q if own_q and in_place else np.empty(q.shape, q.dtype)
     out_k = k if own_k and in_place else np.empty(k.shape, k.dtype)
@@ -243,8 +242,7 @@ def step(
             q, k = rotate(call, tables, q, k, True, before)
         try:
             store.append(k, v, counts, backend.append, threads)
-            checked, heads = attention(call, q, None, None, store.pages())
-            (problem, extras, copies) = checked
+            (problem, extras, copies), heads = attention(call, q, None, None, store.pages())
             backend.attention(problem)
             output = output_projection(call, heads)
             return _backends.finish((output, *extras), copies)
