@@ -5,7 +5,6 @@ from qkv_ext._problem import Problem
 from qkv_ext._store import Pages
 
 BUILD: str
-NO_LIMIT: int
 
 @disjoint_base
 class Attention:

@@ -20,6 +20,10 @@ from qkv_ext._kernels cimport (
     scratch, table,
 )
 
+from src.contract cimport (
+    ADDRESSES, K_ADDRESS, K_SCALE_ADDRESS, V_ADDRESS, V_SCALE_ADDRESS,
+)
+
 import numpy
 
 BUILD = qkv_build.decode()
@@ -134,7 +138,7 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
     cdef Py_ssize_t first = max(item.length, (item.length // PANEL + panel) * PANEL)
     cdef Py_ssize_t stop = min((first // PANEL + 1) * PANEL, item.length + item.count)
     cdef Py_ssize_t m = stop - first, slot = first % call.page, size = size_of(call.stored), ld, r
-    cdef const int64_t *page = item.pages + 4 * (first // call.page)
+    cdef const int64_t *page = item.pages + ADDRESSES * (first // call.page)
     cdef char *memory = call.memory + worker * call.per_worker
     cdef float scales[64]
     cdef const char *entries
@@ -145,10 +149,11 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
             + (first - item.length) * call.k.by_row)
     entries = encoded(call, rows, call.k.by_row, m, call.k.width, memory, scales, &ld)
     put_keys(call, entries, ld,
-             <char *> page[0] + (head * call.page + slot // PANEL * PANEL) * call.k.width * size,
+             (<char *> page[K_ADDRESS]
+              + (head * call.page + slot // PANEL * PANEL) * call.k.width * size),
              m, slot % PANEL)
     if call.stored == QKV_INT8:
-        memcpy(<float *> page[2] + head * call.page + slot, scales, m * sizeof(float))
+        memcpy(<float *> page[K_SCALE_ADDRESS] + head * call.page + slot, scales, m * sizeof(float))
         for r in range(m):
             if not scales[r] < LARGE_SCALE:  # NaN is as large as any
                 call.large[worker] = True
@@ -156,9 +161,9 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
             + (first - item.length) * call.v.by_row)
     entries = encoded(call, rows, call.v.by_row, m, call.v.width, memory, scales, &ld)
     put_values(call, entries, ld,
-               <char *> page[1] + head * call.page * call.v.width * size, m, slot)
+               <char *> page[V_ADDRESS] + head * call.page * call.v.width * size, m, slot)
     if call.stored == QKV_INT8:
-        memcpy(<float *> page[3] + head * call.page + slot, scales, m * sizeof(float))
+        memcpy(<float *> page[V_SCALE_ADDRESS] + head * call.page + slot, scales, m * sizeof(float))
 
 
 cdef inline void lay_rows(Rows *rows, const Py_buffer *x) noexcept nogil:
@@ -203,7 +208,7 @@ cdef bint append_rows(int isa, int given, const Py_buffer *k, const Py_buffer *v
         for b in range(batch):
             count = k.shape[2] if counts is None else counts[b]
             items[b].pages = (<const int64_t *> addresses.buf
-                              + 4 * (<const int64_t *> starts.buf)[b])
+                              + ADDRESSES * (<const int64_t *> starts.buf)[b])
             items[b].length, items[b].count = (<list> lengths)[b], count
             most = max(most, (items[b].length % PANEL + count + PANEL - 1) // PANEL)
         call.panels = most

@@ -14,9 +14,9 @@ its rows, [rows, D] and [rows, Dv], that fit the cache; keys become panels, once
 thread, where enough rows use them.  16-bit and 8-bit numbers become float32 a tile at a time, or
 as they are multiplied, where few rows use them.
 
-Long keys with few rows are cut into splits of 1024 keys, each with its own maximum and sums.  Parts
-are merged from left to right, so that the threads change no bit.  The keys of a KVCache always are,
-however many the rows, so that many rows at once have the bits of one row at a time.
+Long keys with few rows are cut into splits of 1024 keys, each with its own maximum and sums.
+Partials are merged from left to right, so that the threads change no bit.  The keys of a KVCache
+are always cut, however many the rows, so that many rows at once have the bits of one row at a time.
 
 What is chosen by shape (blocks, splits, panels or not) is chosen for each item from its own
 lengths: never from the batch, the padding or the number of threads.
@@ -35,36 +35,40 @@ from libc.stdint cimport int64_t
 from libc.string cimport memset
 
 from qkv_ext._kernels cimport (
-    QKV_BFLOAT16, QKV_FLOAT16, QKV_FLOAT32, QKV_INT8, TILE, free_order, new_order, parallel_for,
-    qkv_build, qkv_enter_float_mode, qkv_float_mode, qkv_leave_float_mode, qkv_run, release,
-    scratch, table, take_turn, wait_turn,
+    LANES, PANEL, QKV_BFLOAT16, QKV_FLOAT16, QKV_FLOAT32, QKV_INT8, TILE, free_order, new_order,
+    parallel_for, qkv_build, qkv_enter_float_mode, qkv_float_mode, qkv_leave_float_mode, qkv_run,
+    release, scratch, table, take_turn, wait_turn,
 )
 
-from src.types cimport AS_IT_IS, Call, Desk, Item, Part, Place
-from src.plan cimport find_place, plan
-from src.arena cimport lay_desk, lay_left_over, lay_part
+from src.contract cimport (
+    ADDRESSES, COLUMNS, ITEM, K_ADDRESS, K_LENGTH, K_SCALE_ADDRESS, K_START, Q_LENGTH, Q_ROOM,
+    Q_START, SHIFT, V_ADDRESS, V_SCALE_ADDRESS,
+)
+from src.types cimport AS_IT_IS, Arena, Call, Item, Partial, Plan, Stride, Task, Workspace
+from src.plan cimport lay_tasks, task_at
+from src.arena cimport bind_leftover, bind_partial, bind_workspace
 from src.nonfinite cimport look_at_values
 from src.rows cimport fill_absent, finish_rows, start_rows
-from src.tiles cimport walk
-from src.splits cimport leave_part, retire_part, walk_split, walk_splits
+from src.tiles cimport process_tiles
+from src.splits cimport process_split, process_splits, reduce_partial, store_partial
 from src.exact cimport redo_rows, redo_unit
 
 import sys
 
 import numpy
 
+from qkv_ext import _build, _packed, _pages, _problem
 from qkv_ext._options import DEFAULT as NO_OPTIONS
-from qkv_ext._problem import OPEN as NO_LIMIT
 
 BUILD = qkv_build.decode()
 
 
 cdef enum:
-    SLOTS = 4            # parts that may wait for their left neighbour, per thread
+    SLOTS = 4            # partials that may wait for their left neighbour, per thread
     SMALL_WORK = 400000  # multiplications below which no other thread is woken up
 
 cdef double MOST_FLOATS = 1e17
-cdef Py_ssize_t OPEN = min(NO_LIMIT, sys.maxsize // 4)
+cdef Py_ssize_t OPEN = min(_problem.OPEN, sys.maxsize // 4)
 cdef dict STORAGE = {"float32": QKV_FLOAT32, "float16": QKV_FLOAT16, "bfloat16": QKV_BFLOAT16,
                      "int8": QKV_INT8}
 cdef object float32 = numpy.dtype("float32")
@@ -76,158 +80,130 @@ cdef Py_ssize_t SCALE = NO_OPTIONS._fields.index("scale")
 cdef Py_ssize_t COUNT = NO_OPTIONS._fields.index("threads")  # it and what follows may be anything
 
 
+cdef int compare(python, dict compiled) except -1:
+    """ImportError where a constant that is spelt twice is another one in the module of Python."""
+    for name, value in compiled.items():
+        found = getattr(python, name, None)
+        if found != value:
+            raise ImportError(f"{name} is {value} where it is compiled and {found} in "
+                              f"{python.__name__}; {_build.REINSTALL}")
+    return 0
+
+
+compare(_packed, {"PANEL": PANEL})
+compare(_pages, {
+    "TILE": TILE, "SLACK": LANES * sizeof(float), "K_ADDRESS": K_ADDRESS, "V_ADDRESS": V_ADDRESS,
+    "K_SCALE_ADDRESS": K_SCALE_ADDRESS, "V_SCALE_ADDRESS": V_SCALE_ADDRESS, "ADDRESSES": ADDRESSES,
+})
+compare(_problem, {
+    "ITEM": ITEM, "Q_START": Q_START, "Q_LENGTH": Q_LENGTH, "Q_ROOM": Q_ROOM, "K_START": K_START,
+    "K_LENGTH": K_LENGTH, "SHIFT": SHIFT, "COLUMNS": COLUMNS,
+})
+
+
 # ---- tasks --------------------------------------------------------------------------------------
 
 cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil:
     cdef const Call *call = <const Call *> job
-    cdef Place at
-    cdef Place after
-    cdef const Place *next = NULL
-    cdef Desk desk
-    find_place(call, index, &at)
-    # first of all: while it waits, this worker may finish the rows of another task on its desk
-    if at.item.splits > 1 and wait_turn(call.order, at.part, worker, run):
+    cdef Task task
+    cdef Task after
+    cdef const Task *next = NULL
+    cdef Workspace ws
+    task_at(call, index, &task)
+    # first of all: while it waits, this worker may use its workspace for the rows of another task
+    if task.item.splits > 1 and wait_turn(call.arena.order, task.partial, worker, run):
         return
-    lay_desk(call, call.desks + worker * call.desk_size, &desk)
-    if at.item.blocks > 1 and desk.head[0] != at.head:
-        memset(desk.packed, 0, call.keys // TILE)
-        desk.head[0] = at.head
-    start_rows(call, &at, &desk)
-    if at.item.splits > 1:
-        if walk_split(call, &at, &desk, worker, run):
-            leave_part(call, &at, &desk)
-            take_turn(call.order, at.part, worker, run)
+    bind_workspace(call, worker, run, &ws)
+    if task.item.blocks > 1 and ws.head[0] != task.head:
+        memset(ws.packed, 0, call.plan.keys // TILE)
+        ws.head[0] = task.head
+    start_rows(call, &task, &ws)
+    if task.item.splits > 1:
+        if process_split(call, &task, &ws):
+            store_partial(call, &task, &ws)
+            take_turn(call.arena.order, task.partial, worker, run)
         return
-    if at.item.passes > 1:
-        if (walk_splits(call, &at, &desk, worker, run)
-                and not finish_rows(call, &at, &desk, False, worker, run)):
-            redo_rows(call, &at, &desk, worker, run)
+    if task.item.splits_per_task > 1:
+        if process_splits(call, &task, &ws, AS_IT_IS) and not finish_rows(call, &task, &ws, False):
+            redo_rows(call, &task, &ws)
         return
-    if index + call.stride < call.tasks and call.page == 0:
-        find_place(call, index + call.stride, &after)
-        if after.head != at.head:
+    if index + call.plan.stride < call.plan.tasks and call.shape.page == 0:
+        task_at(call, index + call.plan.stride, &after)
+        if after.head != task.head:
             next = &after
-    if (not walk(call, &at, &desk, AS_IT_IS, next, worker, run)
-            or finish_rows(call, &at, &desk, False, worker, run)):
+    if not process_tiles(call, &task, &ws, AS_IT_IS, next) or finish_rows(call, &task, &ws, False):
         return
-    if look_at_values(call, &at, &desk, worker, run):
-        redo_rows(call, &at, &desk, worker, run)
+    if look_at_values(call, &task, &ws):
+        redo_rows(call, &task, &ws)
 
 
 # ---- the call -----------------------------------------------------------------------------------
 
+cdef void *lay_arena(Call *call, int threads) except NULL:
+    """The working memory of so many threads; it starts with their workspaces."""
+    cdef Arena *arena = &call.arena
+    cdef Workspace ws
+    cdef Partial partial
+    cdef double waiting = 0.0, leftover = 0.0
+    cdef Py_ssize_t r
+    cdef int worker
+    arena.slots = SLOTS * threads
+    arena.workspace_size = bind_workspace(call, 0, NULL, &ws)
+    if call.plan.partials:
+        arena.partial_size = bind_partial(call, NULL, &partial)
+        waiting = <double> arena.partial_size * (1 + arena.slots)
+        leftover = <double> bind_leftover(call, NULL)
+    arena.workspaces = <char *> scratch(<double> arena.workspace_size * threads + waiting
+                                        + leftover)
+    arena.waiting = arena.workspaces + arena.workspace_size * threads
+    if call.plan.partials:
+        bind_leftover(call, arena.waiting + arena.partial_size * (1 + arena.slots))
+    for worker in range(threads):
+        bind_workspace(call, worker, NULL, &ws)
+        ws.head[0] = -1
+        for r in range(call.plan.block):
+            ws.ones[r] = 1.0
+            ws.scales[r] = call.rules.scale
+    return arena.workspaces
+
+
 cdef int run(Call *call, int threads) except -1:
-    cdef Py_ssize_t tasks = plan(call), grain = 1, n, worker, r
+    cdef Plan *plan = &call.plan
+    cdef Py_ssize_t grain = 1, n
     cdef double work = 0.0
-    cdef Desk desk
-    cdef Part part
-    if <double> call.longest * (call.D + 1) > MOST_FLOATS:  # a broadcast axis can be that long
-        raise MemoryError(f"no memory to work on {call.longest} keys of D = {call.D}")
-    for n in range(call.count):
-        work += <double> call.items[n].L * min(call.items[n].S, call.left + call.right + 1)
-    if work * call.heads * (call.D + call.Dv) < SMALL_WORK:
+    cdef void *memory
+    lay_tasks(call)
+    # a broadcast axis can be that long
+    if <double> plan.longest * (call.shape.D + 1) > MOST_FLOATS:
+        raise MemoryError(f"no memory to work on {plan.longest} keys of D = {call.shape.D}")
+    for n in range(plan.count):
+        work += <double> plan.items[n].L * min(plan.items[n].S,
+                                               call.rules.left + call.rules.right + 1)
+    if work * call.shape.heads * (call.shape.D + call.shape.Dv) < SMALL_WORK:
         threads = 1
-    threads = <int> min(threads, max(tasks, 1))
-    if call.parts == 0 and call.count * call.kv_heads >= 4 * threads:
-        grain = call.items[0].blocks  # where items are alike a head stays with its thread
-    call.tasks, call.stride = tasks, 1 + (threads - 1) * grain
-    call.slots = SLOTS * threads
-    call.desk_size = lay_desk(call, NULL, &desk)
-    call.part_size = lay_part(call, NULL, &part) if call.parts else 0
-    call.desks = <char *> scratch(<double> call.desk_size * threads
-                                  + <double> call.part_size * (1 + call.slots)
-                                  + <double> (lay_left_over(call, NULL) if call.parts else 0))
-    call.waiting = call.desks + call.desk_size * threads
-    if call.parts:
-        lay_left_over(call, call.waiting + call.part_size * (1 + call.slots))
+    threads = <int> min(threads, max(plan.tasks, 1))
+    if plan.partials == 0 and plan.count * call.shape.kv_heads >= 4 * threads:
+        grain = plan.items[0].blocks  # where items are alike a head stays with its thread
+    plan.stride = 1 + (threads - 1) * grain
+    memory = lay_arena(call, threads)
     try:
-        if call.parts:
-            call.order = new_order(call.slots, retire_part, call)
-        for worker in range(threads):
-            lay_desk(call, call.desks + worker * call.desk_size, &desk)
-            desk.head[0] = -1
-            for r in range(call.block):
-                desk.ones[r] = 1.0
-                desk.scales[r] = call.scale
+        if plan.partials:
+            call.arena.order = new_order(call.arena.slots, reduce_partial, call)
         with nogil:
-            if call.absent:
-                parallel_for(fill_absent, call, call.count * call.heads, 1, threads)
-            parallel_for(run_task, call, tasks, max(grain, 1), threads)
-            if call.left_over.count > 0:
-                parallel_for(redo_unit, call, call.left_over.count, 1, threads)
+            if plan.absent:
+                parallel_for(fill_absent, call, plan.count * call.shape.heads, 1, threads)
+            parallel_for(run_task, call, plan.tasks, max(grain, 1), threads)
+            if call.arena.left_over.count > 0:
+                parallel_for(redo_unit, call, call.arena.left_over.count, 1, threads)
     finally:
-        if call.order != NULL:
-            free_order(call.order)
-        release(call.desks)
+        if call.arena.order != NULL:
+            free_order(call.arena.order)
+        release(memory)
     return 0
 
 
 cdef struct Views:
     Py_buffer q, k, v, mask, out, weights, lse, slopes, sinks, spans, table, first
-
-
-cdef inline char *part_of(const Py_buffer *x, const Py_buffer *out, Py_ssize_t item) noexcept nogil:
-    """The start of a batch item; leading axes of length 1 broadcast.  NULL where there is no x."""
-    cdef char *at = <char *> x.buf
-    cdef Py_ssize_t axis, n
-    if x.buf == NULL:
-        return NULL
-    for axis in range(out.ndim - 4, -1, -1):
-        n = out.shape[axis]
-        if x.shape[axis] != 1:
-            at += item % n * x.strides[axis]
-        item //= n
-    return at
-
-
-cdef inline Py_ssize_t stride_of(const Py_buffer *x, int axis) noexcept nogil:
-    """The stride of an axis counted from the end, in bytes; 0 where it broadcasts."""
-    if x.buf == NULL or x.shape[x.ndim - axis] == 1:
-        return 0
-    return x.strides[x.ndim - axis]
-
-
-cdef void describe(Call *call, const Views *x) noexcept nogil:
-    """The strides of the arrays, and the items, from the spans where there are any."""
-    cdef Py_ssize_t n, owner, rows = x.out.shape[x.out.ndim - 2]
-    cdef const int64_t *span = NULL
-    cdef Item *item
-    call.q_head, call.q_row = stride_of(&x.q, 3), stride_of(&x.q, 2)
-    call.k_head, call.k_row = stride_of(&x.k, 3), stride_of(&x.k, 2)
-    call.v_head, call.v_row = stride_of(&x.v, 3), stride_of(&x.v, 2)
-    call.out_head, call.out_row = stride_of(&x.out, 3), stride_of(&x.out, 2)
-    call.mask_head, call.mask_row = stride_of(&x.mask, 3), stride_of(&x.mask, 2)
-    call.mask_step = 1 if stride_of(&x.mask, 1) else 0
-    call.weights_head, call.weights_row = stride_of(&x.weights, 3), stride_of(&x.weights, 2)
-    call.lse_head, call.lse_row = stride_of(&x.lse, 2), stride_of(&x.lse, 1)
-    for n in range(call.count):
-        item = &call.items[n]
-        owner = n
-        item.L = item.room = rows
-        if x.spans.buf != NULL:
-            span = <const int64_t *> x.spans.buf + 7 * n  # the columns of _problem.py
-            owner, item.L, item.room, item.S = span[0], span[2], span[3], span[5]
-            item.shift = span[6]
-        item.q = part_of(&x.q, &x.out, owner)
-        item.k = part_of(&x.k, &x.out, owner)
-        item.v = part_of(&x.v, &x.out, owner)
-        if call.page:
-            item.pages = (<const int64_t *> x.table.buf
-                          + 4 * (<const int64_t *> x.first.buf)[owner])
-        item.mask = part_of(&x.mask, &x.out, owner)
-        item.out = part_of(&x.out, &x.out, owner)
-        item.weights = part_of(&x.weights, &x.out, owner)
-        item.lse = part_of(&x.lse, &x.out, owner)
-        if x.slopes.buf != NULL:
-            item.slopes = <const float *> x.slopes.buf
-            if x.slopes.shape[0] > 1:
-                item.slopes += n * call.heads
-        if span != NULL:  # a sequence of a packed batch starts at rows of its own
-            item.q += span[1] * call.q_row
-            item.out += span[1] * call.out_row
-            item.lse = item.lse + span[1] * call.lse_row if item.lse != NULL else NULL
-            item.k += span[4] * call.k_row
-            item.v += span[4] * call.v_row
 
 
 cdef inline int acquire(array, Py_buffer *view, int flags) except -1:
@@ -236,63 +212,131 @@ cdef inline int acquire(array, Py_buffer *view, int flags) except -1:
     return 0
 
 
+cdef void release_buffers(Views *x) noexcept:
+    cdef Py_buffer *views = <Py_buffer *> x
+    cdef size_t n
+    for n in range(sizeof(Views) // sizeof(Py_buffer)):
+        PyBuffer_Release(&views[n])  # does nothing for a view that was not taken
+
+
+cdef inline char *item_ptr(const Py_buffer *x, const Py_buffer *out,
+                           Py_ssize_t item) noexcept nogil:
+    """The start of a batch item; leading axes of length 1 broadcast.  NULL where there is no x."""
+    cdef char *start = <char *> x.buf
+    cdef Py_ssize_t axis, n
+    if x.buf == NULL:
+        return NULL
+    for axis in range(out.ndim - 4, -1, -1):
+        n = out.shape[axis]
+        if x.shape[axis] != 1:
+            start += item % n * x.strides[axis]
+        item //= n
+    return start
+
+
+cdef inline Py_ssize_t step_of(const Py_buffer *x, int axis) noexcept nogil:
+    """The stride of an axis counted from the end, in bytes; 0 where it broadcasts."""
+    if x.buf == NULL or x.shape[x.ndim - axis] == 1:
+        return 0
+    return x.strides[x.ndim - axis]
+
+
+cdef inline Stride stride_of(const Py_buffer *x, int rows) noexcept nogil:
+    """That of heads and rows, rows being the axis of the latter."""
+    cdef Stride stride
+    stride.head, stride.row = step_of(x, rows + 1), step_of(x, rows)
+    return stride
+
+
+cdef void describe_arrays(Call *call, const Views *x) noexcept nogil:
+    """Sizes and strides, and how many items there are."""
+    cdef Py_ssize_t axis
+    call.rules.sinks = <const float *> x.sinks.buf
+    call.rules.bool_mask = x.mask.buf != NULL and x.mask.itemsize == 1
+    call.rules.mask_step = 1 if step_of(&x.mask, 1) else 0
+    call.shape.heads = x.q.shape[x.q.ndim - 3]
+    call.shape.D = x.q.shape[x.q.ndim - 1]
+    call.shape.Dv = x.out.shape[x.out.ndim - 1]
+    if call.shape.page == 0:
+        call.shape.kv_heads = x.k.shape[x.k.ndim - 3]
+        call.shape.S = x.k.shape[x.k.ndim - 2]
+    call.strides.q, call.strides.k = stride_of(&x.q, 2), stride_of(&x.k, 2)
+    call.strides.v, call.strides.out = stride_of(&x.v, 2), stride_of(&x.out, 2)
+    call.strides.mask, call.strides.weights = stride_of(&x.mask, 2), stride_of(&x.weights, 2)
+    call.strides.lse = stride_of(&x.lse, 1)
+    call.plan.count = 1
+    for axis in range(x.out.ndim - 3):
+        call.plan.count *= x.out.shape[axis]
+    if x.spans.buf != NULL:
+        call.plan.count = x.spans.shape[0]
+
+
+cdef void describe_items(Call *call, const Views *x, Py_ssize_t shift) noexcept nogil:
+    """The items, from the spans where there are any; shift is of those that have none."""
+    cdef Py_ssize_t n, owner, rows = x.out.shape[x.out.ndim - 2]
+    cdef const int64_t *span = NULL
+    cdef Item *item
+    memset(call.plan.items, 0, call.plan.count * sizeof(Item))
+    for n in range(call.plan.count):
+        item = &call.plan.items[n]
+        owner = n
+        item.L = item.padded_len = rows
+        item.S, item.shift = call.shape.S, shift
+        if x.spans.buf != NULL:
+            span = <const int64_t *> x.spans.buf + COLUMNS * n
+            owner, item.shift = span[ITEM], span[SHIFT]
+            item.L, item.padded_len, item.S = span[Q_LENGTH], span[Q_ROOM], span[K_LENGTH]
+        item.q = item_ptr(&x.q, &x.out, owner)
+        item.k = item_ptr(&x.k, &x.out, owner)
+        item.v = item_ptr(&x.v, &x.out, owner)
+        if call.shape.page:
+            item.pages = (<const int64_t *> x.table.buf
+                          + ADDRESSES * (<const int64_t *> x.first.buf)[owner])
+        item.mask = item_ptr(&x.mask, &x.out, owner)
+        item.out = item_ptr(&x.out, &x.out, owner)
+        item.weights = item_ptr(&x.weights, &x.out, owner)
+        item.lse = item_ptr(&x.lse, &x.out, owner)
+        if x.slopes.buf != NULL:
+            item.slopes = <const float *> x.slopes.buf
+            if x.slopes.shape[0] > 1:
+                item.slopes += n * call.shape.heads
+        if span != NULL:  # a sequence of a packed batch starts at rows of its own
+            item.q += span[Q_START] * call.strides.q.row
+            item.out += span[Q_START] * call.strides.out.row
+            if item.lse != NULL:
+                item.lse += span[Q_START] * call.strides.lse.row
+            item.k += span[K_START] * call.strides.k.row
+            item.v += span[K_START] * call.strides.v.row
+
+
 cdef int compute(Call *call, Views *x, Py_ssize_t shift, list lengths, int threads) except -1:
     """Sizes, items and strides from the arrays, then the work.
 
     shift is of items without spans.  Where there are lengths, items have so many keys instead of S,
     and the last of them and the last query stand at the same position.
     """
-    cdef Py_ssize_t axis, n
+    cdef Py_ssize_t n
     cdef Item one
-    call.sinks = <const float *> x.sinks.buf
-    call.bool_mask = x.mask.buf != NULL and x.mask.itemsize == 1
-    call.heads = x.q.shape[x.q.ndim - 3]
-    call.D = x.q.shape[x.q.ndim - 1]
-    call.Dv = x.out.shape[x.out.ndim - 1]
-    if call.page == 0:
-        call.kv_heads = x.k.shape[x.k.ndim - 3]
-        call.S = x.k.shape[x.k.ndim - 2]
-    call.count = 1
-    for axis in range(x.out.ndim - 3):
-        call.count *= x.out.shape[axis]
-    if x.spans.buf != NULL:
-        call.count = x.spans.shape[0]
-    if call.count == 0 or call.heads == 0 or x.out.shape[x.out.ndim - 2] == 0:
+    describe_arrays(call, x)
+    if call.plan.count == 0 or call.shape.heads == 0 or x.out.shape[x.out.ndim - 2] == 0:
         return 0
     if x.out.len == 0 and x.weights.buf == NULL and x.lse.buf == NULL:  # Dv is 0
         return 0
-    call.group = call.heads // call.kv_heads
-    call.items = &one
-    if call.count > 1:
-        call.items = <Item *> scratch(<double> call.count * sizeof(Item))
+    call.shape.group = call.shape.heads // call.shape.kv_heads
+    call.plan.items = &one
+    if call.plan.count > 1:
+        call.plan.items = <Item *> scratch(<double> call.plan.count * sizeof(Item))
     try:
-        memset(call.items, 0, call.count * sizeof(Item))
-        for n in range(call.count):
-            call.items[n].S, call.items[n].shift = call.S, shift
-            if lengths is not None:
-                call.items[n].S = lengths[n]
-                call.items[n].shift = call.items[n].S - x.out.shape[x.out.ndim - 2]
-        describe(call, x)
+        describe_items(call, x, shift)
+        if lengths is not None:
+            for n in range(call.plan.count):
+                call.plan.items[n].S = lengths[n]
+                call.plan.items[n].shift = call.plan.items[n].S - x.out.shape[x.out.ndim - 2]
         run(call, threads)
     finally:
-        if call.items != &one:
-            release(call.items)
+        if call.plan.items != &one:
+            release(call.plan.items)
     return 0
-
-
-cdef void let_go(Views *x) noexcept:
-    PyBuffer_Release(&x.q)
-    PyBuffer_Release(&x.k)
-    PyBuffer_Release(&x.v)
-    PyBuffer_Release(&x.mask)
-    PyBuffer_Release(&x.out)
-    PyBuffer_Release(&x.weights)
-    PyBuffer_Release(&x.lse)
-    PyBuffer_Release(&x.slopes)
-    PyBuffer_Release(&x.sinks)
-    PyBuffer_Release(&x.spans)
-    PyBuffer_Release(&x.table)
-    PyBuffer_Release(&x.first)
 
 
 cdef bint is_simple(tuple given, bint *causal, double *scale):
@@ -353,46 +397,59 @@ cdef class Attention:
 
 cdef int take_pages(Call *call, Views *x, pages) except -1:
     """Keys and values that lie in pages of _store.py."""
-    layout, lengths, rows, first, _, call.large_scales = <tuple> pages
-    kind, call.page, call.kv_heads, _, _ = <tuple> layout
-    call.stored = STORAGE[kind]
-    call.S = max(<list> lengths) if len(<list> lengths) else 0
+    layout, lengths, rows, first, _, call.rules.large_scales = <tuple> pages
+    kind, call.shape.page, call.shape.kv_heads, _, _ = <tuple> layout
+    call.shape.stored = STORAGE[kind]
+    call.shape.S = max(<list> lengths) if len(<list> lengths) else 0
     acquire(rows, &x.table, PyBUF_STRIDES)
     acquire(first, &x.first, PyBUF_STRIDES)
     return 0
 
 
+# Where a Problem and its Rules have each of their fields.
+cdef struct Fields:
+    int q, k, v, mask, scale, shift, rules, out, weights, lse, threads, pages
+
+cdef struct RuleFields:
+    int left, right, softcap, slopes, sinks, spans
+
+cdef Fields FIELD = {name: n for n, name in enumerate(_problem.Problem._fields)}
+cdef RuleFields RULE = {name: n for n, name in enumerate(_problem.Rules._fields)}
+
+
 cdef int attend(problem, int isa) except -1:
     cdef Call call
     cdef Views x
-    q, k, v, mask, scale, shift, rules, out, weights, lse, threads, pages = <tuple> problem
-    left, right, softcap, slopes, sinks, spans = <tuple> rules
+    cdef tuple given = <tuple> problem, rules = <tuple> given[FIELD.rules]
+    cdef int writable = PyBUF_STRIDES | PyBUF_WRITABLE
+    q, k, v, out = given[FIELD.q], given[FIELD.k], given[FIELD.v], given[FIELD.out]
+    pages = given[FIELD.pages]
     memset(&call, 0, sizeof(Call))
     memset(&x, 0, sizeof(Views))
     if q.itemsize == 2:
-        call.kind = QKV_FLOAT16 if q.dtype.kind == "f" else QKV_BFLOAT16
-        if call.kind == QKV_BFLOAT16:  # a dtype that the buffer protocol has no name for
+        call.shape.kind = QKV_FLOAT16 if q.dtype.kind == "f" else QKV_BFLOAT16
+        if call.shape.kind == QKV_BFLOAT16:  # a dtype that the buffer protocol has no name for
             q, k, v, out = (a if a is None else a.view("u2") for a in (q, k, v, out))
-    call.stored = call.kind
+    call.shape.stored = call.shape.kind
     call.ops = table(isa)
-    call.scale, call.softcap = scale, softcap
-    call.left, call.right = left, right
+    call.rules.scale, call.rules.softcap = given[FIELD.scale], rules[RULE.softcap]
+    call.rules.left, call.rules.right = rules[RULE.left], rules[RULE.right]
     try:
         acquire(q, &x.q, PyBUF_STRIDES)
         acquire(k, &x.k, PyBUF_STRIDES)
         acquire(v, &x.v, PyBUF_STRIDES)
-        acquire(mask, &x.mask, PyBUF_STRIDES)
-        acquire(out, &x.out, PyBUF_STRIDES | PyBUF_WRITABLE)
-        acquire(weights, &x.weights, PyBUF_STRIDES | PyBUF_WRITABLE)
-        acquire(lse, &x.lse, PyBUF_STRIDES | PyBUF_WRITABLE)
-        acquire(slopes, &x.slopes, PyBUF_STRIDES)
-        acquire(sinks, &x.sinks, PyBUF_STRIDES)
-        acquire(spans, &x.spans, PyBUF_STRIDES)
+        acquire(given[FIELD.mask], &x.mask, PyBUF_STRIDES)
+        acquire(out, &x.out, writable)
+        acquire(given[FIELD.weights], &x.weights, writable)
+        acquire(given[FIELD.lse], &x.lse, writable)
+        acquire(rules[RULE.slopes], &x.slopes, PyBUF_STRIDES)
+        acquire(rules[RULE.sinks], &x.sinks, PyBUF_STRIDES)
+        acquire(rules[RULE.spans], &x.spans, PyBUF_STRIDES)
         if pages is not None:
             take_pages(&call, &x, pages)
-        compute(&call, &x, shift, None, threads)
+        compute(&call, &x, given[FIELD.shift], None, given[FIELD.threads])
     finally:
-        let_go(&x)
+        release_buffers(&x)
     return 0
 
 
@@ -430,10 +487,10 @@ cdef int attend_rows(int isa, const Py_buffer *q, const Py_buffer *out, pages, l
     try:
         take_pages(&call, &x, pages)
         x.q, x.out = q[0], out[0]
-        call.S = max(lengths)
+        call.shape.S = max(lengths)
         call.ops = table(isa)
-        call.scale = <float> (1.0 / sqrt(<double> q.shape[3]) if isnan(scale) else scale)
-        call.left, call.right = OPEN, 0 if causal else OPEN
+        call.rules.scale = <float> (1.0 / sqrt(<double> q.shape[3]) if isnan(scale) else scale)
+        call.rules.left, call.rules.right = OPEN, 0 if causal else OPEN
         compute(&call, &x, 0, lengths, threads)
     finally:
         PyBuffer_Release(&x.table)
@@ -492,10 +549,10 @@ cdef plain(int isa, q, k, v, bint causal, double scale, int threads):
         out = empty(q.shape, float32)
         PyObject_GetBuffer(out, &x.out, PyBUF_STRIDES | PyBUF_WRITABLE)
         call.ops = table(isa)
-        call.scale = <float> (1.0 / sqrt(<double> x.q.shape[3]) if isnan(scale) else scale)
-        call.left, call.right = OPEN, 0 if causal else OPEN
+        call.rules.scale = <float> (1.0 / sqrt(<double> x.q.shape[3]) if isnan(scale) else scale)
+        call.rules.left, call.rules.right = OPEN, 0 if causal else OPEN
         compute(&call, &x, x.k.shape[2] - x.q.shape[2], None, threads)
         return out
     finally:
-        let_go(&x)
+        release_buffers(&x)
         qkv_leave_float_mode(found)

@@ -12,11 +12,12 @@
 """
 
 from libc.math cimport isfinite
-from libc.stdint cimport int64_t
 
 from qkv_ext._kernels cimport LANES, PANEL, QKV_FLOAT32, QKV_INT8, QKV_MINUS, QKV_PLUS, TILE
 
-from src.types cimport Call, Desk, FEW_ROWS, Place
+from src.contract cimport K_ADDRESS, K_SCALE_ADDRESS, V_ADDRESS, V_SCALE_ADDRESS
+from src.types cimport Call, FEW_ROWS, Task, Workspace
+from src.rules cimport in_page
 
 
 # A tile of K or V, as it is multiplied with.
@@ -40,11 +41,11 @@ cdef inline const float *rows_of(const Call *call, const char *base, Py_ssize_t 
                                  Py_ssize_t first, Py_ssize_t n, Py_ssize_t width, float *copy,
                                  Py_ssize_t *ld) noexcept nogil:
     """n rows of an array as floats: in place, or widened into the copy; ld is their distance."""
-    if call.stored == QKV_FLOAT32:
+    if call.shape.stored == QKV_FLOAT32:
         ld[0] = stride // <Py_ssize_t> sizeof(float)
         return <const float *> (base + first * stride)
-    call.ops.widen(call.stored, base + first * stride, stride // size_of(call.stored), copy, n,
-                   width)
+    call.ops.widen(call.shape.stored, base + first * stride,
+                   stride // size_of(call.shape.stored), copy, n, width)
     ld[0] = width
     return copy
 
@@ -62,70 +63,68 @@ cdef inline void times_product(const Call *call, int kind, const float *a, Py_ss
 
 # ---- keys ----------------------------------------------------------------------------------------
 
-cdef inline const float *packed_tile(const Call *call, const Place *at, Desk *desk,
+cdef inline const float *packed_tile(const Call *call, const Task *task, Workspace *ws,
                                      Py_ssize_t tile) noexcept nogil:
     """The panels of the tile's keys: packed when first used, kept while the head stays."""
-    cdef Py_ssize_t n = min(TILE, at.item.S - tile), c, ld
-    cdef bint kept = at.item.blocks > 1
-    cdef float *panels = desk.panels + (tile * call.D if kept else 0)
+    cdef Py_ssize_t n = min(TILE, task.item.S - tile), c, ld
+    cdef bint kept = task.item.blocks > 1
+    cdef float *panels = ws.panels + (tile * call.shape.D if kept else 0)
     cdef const float *k
-    if kept and desk.packed[tile // TILE]:
+    if kept and ws.packed[tile // TILE]:
         return panels
-    k = rows_of(call, at.k, call.k_row, tile, n, call.D, desk.k_rows, &ld)
+    k = rows_of(call, task.k, call.strides.k.row, tile, n, call.shape.D, ws.k_rows, &ld)
     for c from 0 <= c < n by PANEL:
-        call.ops.pack(k + c * ld, ld, panels + c * call.D, min(PANEL, n - c), call.D)
+        call.ops.pack(k + c * ld, ld, panels + c * call.shape.D, min(PANEL, n - c), call.shape.D)
     if kept:
-        desk.packed[tile // TILE] = 1
+        ws.packed[tile // TILE] = 1
     return panels
 
 
-cdef inline void take_keys(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile,
+cdef inline void take_keys(const Call *call, const Task *task, Workspace *ws, Py_ssize_t tile,
                            Tile *keys) noexcept nogil:
     """The panels of a tile."""
-    cdef const int64_t *page
-    cdef Py_ssize_t first, panels = (min(TILE, at.item.S - tile) + PANEL - 1) // PANEL
+    cdef Py_ssize_t first, panels = (min(TILE, task.item.S - tile) + PANEL - 1) // PANEL
     keys.kind, keys.scale = QKV_FLOAT32, NULL
-    if call.page == 0:
-        keys.start = <const char *> packed_tile(call, at, desk, tile)
+    if call.shape.page == 0:
+        keys.start = <const char *> packed_tile(call, task, ws, tile)
         return
-    page = at.item.pages + 4 * (tile // call.page)
-    first = at.kv_head * call.page + tile % call.page
-    keys.start = <const char *> page[0] + first * call.D * size_of(call.stored)
-    if call.stored == QKV_INT8:
-        keys.scale = <const float *> page[2] + first
-    if call.stored == QKV_FLOAT32 or at.m <= FEW_ROWS:
-        keys.kind = call.stored
+    first = task.kv_head * call.shape.page + tile % call.shape.page
+    keys.start = (in_page(call, task, tile, K_ADDRESS)
+                  + first * call.shape.D * size_of(call.shape.stored))
+    if call.shape.stored == QKV_INT8:
+        keys.scale = <const float *> in_page(call, task, tile, K_SCALE_ADDRESS) + first
+    if call.shape.stored == QKV_FLOAT32 or task.m <= FEW_ROWS:
+        keys.kind = call.shape.stored
         return
-    call.ops.widen(call.stored, keys.start, 0, desk.panels, 1, panels * PANEL * call.D)
-    keys.start = <const char *> desk.panels
+    call.ops.widen(call.shape.stored, keys.start, 0, ws.panels, 1, panels * PANEL * call.shape.D)
+    keys.start = <const char *> ws.panels
 
 
 cdef inline void score_panel(const Call *call, const Tile *keys, Py_ssize_t c, const float *q,
                              Py_ssize_t m, float *s, Py_ssize_t lds, Py_ssize_t columns,
                              const float *ones) noexcept nogil:
     """s[m, columns] = Q Kᵀ for the panel from key c of the tile on, in whole vectors."""
-    cdef Py_ssize_t d, depth, size = size_of(keys.kind)
+    cdef Py_ssize_t d, depth, D = call.shape.D, size = size_of(keys.kind)
     columns = (columns + LANES - 1) // LANES * LANES
-    for d from 0 <= d < max(call.D, 1) by TILE:  # D may be 0: zeros
-        depth = min(TILE, call.D - d)
-        times_product(call, keys.kind, q + d, call.D,
-                      keys.start + (c * call.D + d * PANEL) * size, PANEL, s, lds,
-                      ones if d else NULL, m, columns, depth)
+    for d from 0 <= d < max(D, 1) by TILE:  # D may be 0: zeros
+        depth = min(TILE, D - d)
+        times_product(call, keys.kind, q + d, D, keys.start + (c * D + d * PANEL) * size, PANEL, s,
+                      lds, ones if d else NULL, m, columns, depth)
     if keys.scale != NULL:
         call.ops.times(s, lds, m, columns, keys.scale + c)
 
 
-cdef inline void scale_panels(const Call *call, Desk *desk, Py_ssize_t n,
+cdef inline void scale_panels(const Call *call, Workspace *ws, Py_ssize_t n,
                               Tile *keys) noexcept nogil:
     """The n keys of a tile as the formula has them, scales and all: a score of integers may be
     infinite where the formula's is not."""
     cdef Py_ssize_t c
     if keys.kind != QKV_FLOAT32:
-        call.ops.widen(keys.kind, keys.start, 0, desk.panels, 1,
-                       (n + PANEL - 1) // PANEL * PANEL * call.D)
+        call.ops.widen(keys.kind, keys.start, 0, ws.panels, 1,
+                       (n + PANEL - 1) // PANEL * PANEL * call.shape.D)
     for c from 0 <= c < n by PANEL:
-        call.ops.times(desk.panels + c * call.D, PANEL, call.D, PANEL, keys.scale + c)
-    keys.kind, keys.start, keys.scale = QKV_FLOAT32, <const char *> desk.panels, NULL
+        call.ops.times(ws.panels + c * call.shape.D, PANEL, call.shape.D, PANEL, keys.scale + c)
+    keys.kind, keys.start, keys.scale = QKV_FLOAT32, <const char *> ws.panels, NULL
 
 
 # ---- values --------------------------------------------------------------------------------------
@@ -137,44 +136,45 @@ cdef inline const char *rows_from(const Tile *values, Py_ssize_t column, Py_ssiz
     return values.start + (column * values.depth + (values.first + j) * ld) * size_of(values.kind)
 
 
-cdef inline void take_values(const Call *call, const Place *at, Desk *desk, Py_ssize_t tile,
+cdef inline void take_values(const Call *call, const Task *task, Workspace *ws, Py_ssize_t tile,
                              Py_ssize_t n, bint floats, Tile *values) noexcept nogil:
     """The values of a tile; floats: in float32 (but for the scales of int8), not as stored."""
-    cdef const int64_t *page
-    cdef Py_ssize_t c, width, first
-    values.scale, values.blocks, values.ld = NULL, call.page > 0, 0
-    if call.page == 0 and call.stored != QKV_FLOAT32 and at.item.direct and not floats and (
-            call.Dv % LANES == 0):  # few rows: as they are stored, 64 columns of a row at a time
-        values.kind, values.first, values.width, values.depth = call.stored, 0, PANEL, 1
-        values.ld = call.v_row // size_of(call.stored)
-        values.start = at.v + tile * call.v_row
-    elif call.page == 0:
-        values.kind, values.first, values.width, values.depth = QKV_FLOAT32, 0, call.Dv, 0
-        values.start = <const char *> rows_of(call, at.v, call.v_row, tile, n, call.Dv,
-                                              desk.v_rows, &values.ld)
+    cdef Py_ssize_t c, width, first, Dv = call.shape.Dv, page = call.shape.page
+    cdef Py_ssize_t v_row = call.strides.v.row
+    cdef int stored = call.shape.stored
+    values.scale, values.blocks, values.ld = NULL, page > 0, 0
+    if (page == 0 and stored != QKV_FLOAT32 and task.item.use_dot_kernel and not floats
+            and Dv % LANES == 0):  # few rows: as they are stored, 64 columns of a row at a time
+        values.kind, values.first, values.width, values.depth = stored, 0, PANEL, 1
+        values.ld = v_row // size_of(stored)
+        values.start = task.v + tile * v_row
+    elif page == 0:
+        values.kind, values.first, values.width, values.depth = QKV_FLOAT32, 0, Dv, 0
+        values.start = <const char *> rows_of(call, task.v, v_row, tile, n, Dv, ws.v_rows,
+                                              &values.ld)
     else:
-        page = at.item.pages + 4 * (tile // call.page)
-        first = at.kv_head * call.page
-        values.kind, values.width, values.depth = call.stored, PANEL, call.page
-        values.first = tile % call.page
-        values.start = <const char *> page[1] + first * call.Dv * size_of(call.stored)
-        if call.stored == QKV_INT8:
-            values.scale = <const float *> page[3] + first + values.first
-        if call.stored != QKV_FLOAT32 and (at.m > FEW_ROWS or floats):
-            for c from 0 <= c < call.Dv by PANEL:
-                width = min(PANEL, call.Dv - c)
-                call.ops.widen(call.stored, rows_from(values, c, 0, width), 0,
-                               desk.v_rows + c * TILE, 1, n * width)
+        first = task.kv_head * page
+        values.kind, values.width, values.depth = stored, PANEL, page
+        values.first = tile % page
+        values.start = in_page(call, task, tile, V_ADDRESS) + first * Dv * size_of(stored)
+        if stored == QKV_INT8:
+            values.scale = (<const float *> in_page(call, task, tile, V_SCALE_ADDRESS) + first
+                            + values.first)
+        if stored != QKV_FLOAT32 and (task.m > FEW_ROWS or floats):
+            for c from 0 <= c < Dv by PANEL:
+                width = min(PANEL, Dv - c)
+                call.ops.widen(stored, rows_from(values, c, 0, width), 0, ws.v_rows + c * TILE, 1,
+                               n * width)
             values.kind, values.first, values.depth = QKV_FLOAT32, 0, TILE
-            values.start = <const char *> desk.v_rows
+            values.start = <const char *> ws.v_rows
 
 
 cdef inline bint is_finite(const Call *call, const Tile *values, Py_ssize_t first,
                            Py_ssize_t n) noexcept nogil:
     """Whether n rows of a tile of floats are."""
     cdef Py_ssize_t j, c, width
-    for c from 0 <= c < call.Dv by values.width:
-        width = min(values.width, call.Dv - c)
+    for c from 0 <= c < call.shape.Dv by values.width:
+        width = min(values.width, call.shape.Dv - c)
         if not call.ops.split_finite(<const float *> rows_from(values, c, first, width),
                                      width if values.blocks else values.ld, NULL, NULL, n, width):
             return False
@@ -184,7 +184,7 @@ cdef inline bint is_finite(const Call *call, const Tile *values, Py_ssize_t firs
     return True
 
 
-cdef inline void clean_tile(const Call *call, Desk *desk, Py_ssize_t n, bint codes,
+cdef inline void clean_tile(const Call *call, Workspace *ws, Py_ssize_t n, bint codes,
                             Tile *values) noexcept nogil:
     """The tile with its non-finite entries read as 0, and the codes of these entries."""
     cdef Py_ssize_t j, c, d, width
@@ -192,34 +192,34 @@ cdef inline void clean_tile(const Call *call, Desk *desk, Py_ssize_t n, bint cod
     if values.finite and is_finite(call, values, 0, n):
         return
     values.finite = True
-    for c from 0 <= c < call.Dv by values.width:
-        width = min(values.width, call.Dv - c)
+    for c from 0 <= c < call.shape.Dv by values.width:
+        width = min(values.width, call.shape.Dv - c)
         values.finite = call.ops.split_finite(
             <const float *> rows_from(values, c, 0, width),
-            width if values.blocks else values.ld, desk.v_rows + c * TILE,
-            desk.v_codes + c * TILE if codes else NULL, n, width) and values.finite
+            width if values.blocks else values.ld, ws.v_rows + c * TILE,
+            ws.v_codes + c * TILE if codes else NULL, n, width) and values.finite
         for j in range(n if codes and values.scale != NULL else 0):
             if not isfinite(values.scale[j]):  # a row of nothing but NaN
                 for d in range(width):
-                    desk.v_codes[c * TILE + j * width + d] = QKV_PLUS + QKV_MINUS
+                    ws.v_codes[c * TILE + j * width + d] = QKV_PLUS + QKV_MINUS
     if values.scale != NULL:
         for j in range(n):
             values.finite = values.finite and isfinite(values.scale[j])
-            desk.v_scale[j] = values.scale[j] if isfinite(values.scale[j]) else 0.0
-        values.scale = desk.v_scale
-    values.start, values.first, values.depth = <const char *> desk.v_rows, 0, TILE
+            ws.v_scale[j] = values.scale[j] if isfinite(values.scale[j]) else 0.0
+        values.scale = ws.v_scale
+    values.start, values.first, values.depth = <const char *> ws.v_rows, 0, TILE
     values.blocks = True
 
 
-cdef inline void add_values(const Call *call, Desk *desk, const Tile *values, Py_ssize_t r,
+cdef inline void add_values(const Call *call, Workspace *ws, const Tile *values, Py_ssize_t r,
                             Py_ssize_t m, Py_ssize_t start, Py_ssize_t end) noexcept nogil:
     """sums = factor sums + weights V for m rows from r on and the keys start .. end of the tile."""
-    cdef Py_ssize_t lds = TILE + LANES, c, width
-    cdef float *weights = desk.scores + r * lds + start
+    cdef Py_ssize_t lds = TILE + LANES, c, width, Dv = call.shape.Dv
+    cdef float *weights = ws.scores + r * lds + start
     if values.scale != NULL:
         call.ops.times(weights, lds, m, end - start, values.scale + start)
-    for c from 0 <= c < call.Dv by values.width:
-        width = min(values.width, call.Dv - c)
+    for c from 0 <= c < Dv by values.width:
+        width = min(values.width, Dv - c)
         times_product(call, values.kind, weights, lds, rows_from(values, c, start, width),
-                      width if values.blocks else values.ld, desk.part.sums + r * call.Dv + c,
-                      call.Dv, desk.factor + r, m, width, end - start)
+                      width if values.blocks else values.ld, ws.partial.acc + r * Dv + c, Dv,
+                      ws.factor + r, m, width, end - start)

@@ -63,12 +63,12 @@ cdef struct Call:
     Py_ssize_t piece     # columns at a time
     bint large           # no cache holds the parts
     Part *parts          # [count + 1], the last of which is the result
-    char *desks          # one Desk per worker
-    size_t desk_size
+    char *workspaces     # one Workspace per worker
+    size_t workspace_size
 
 
 # A worker's memory.
-cdef struct Desk:
+cdef struct Workspace:
     const char **base    # [count], the first row of a run in each part,
     Py_ssize_t *step     # [count], and from one to the next
     const char **x       # [count], a piece of a long row
@@ -76,16 +76,16 @@ cdef struct Desk:
     float *lse           # [ROWS]
 
 
-cdef void lay_desk(const Call *call, Py_ssize_t worker, Desk *desk) noexcept nogil:
-    cdef char *at = call.desks + worker * call.desk_size
-    desk.s = <float *> at
-    desk.lse = desk.s + call.count * ROWS
-    desk.base = <const char **> (desk.lse + ROWS)
-    desk.step = <Py_ssize_t *> (desk.base + call.count)
-    desk.x = <const char **> (desk.step + call.count)
+cdef void bind_workspace(const Call *call, Py_ssize_t worker, Workspace *ws) noexcept nogil:
+    cdef char *at = call.workspaces + worker * call.workspace_size
+    ws.s = <float *> at
+    ws.lse = ws.s + call.count * ROWS
+    ws.base = <const char **> (ws.lse + ROWS)
+    ws.step = <Py_ssize_t *> (ws.base + call.count)
+    ws.x = <const char **> (ws.step + call.count)
 
 
-cdef inline double size_of_desk(Py_ssize_t count) noexcept nogil:
+cdef inline double size_of_workspace(Py_ssize_t count) noexcept nogil:
     cdef double size = (count * <double> ROWS + ROWS) * sizeof(float)
     return (size + 3.0 * count * sizeof(void *)) // 64 * 64 + 64
 
@@ -117,8 +117,8 @@ cdef void run_task(void *job, Py_ssize_t task, int worker, qkv_run *run) noexcep
     cdef const Part *part
     cdef const Part *result = call.parts + call.count
     cdef char *at
-    cdef Desk desk
-    lay_desk(call, worker, &desk)
+    cdef Workspace ws
+    bind_workspace(call, worker, &ws)
     r = 0
     while r < m:  # pass 1: the logarithms
         length = find_run(call, first + r, m - r, index)
@@ -127,33 +127,33 @@ cdef void run_task(void *job, Py_ssize_t task, int worker, qkv_run *run) noexcep
             at = place(part.lse, part.lse_step, index, call.axes)
             step = part.lse_step[last]
             if step == sizeof(float):
-                memcpy(desk.s + i * ROWS + r, at, length * sizeof(float))
+                memcpy(ws.s + i * ROWS + r, at, length * sizeof(float))
             else:
                 for j in range(length):
-                    desk.s[i * ROWS + r + j] = (<const float *> (at + j * step))[0]
+                    ws.s[i * ROWS + r + j] = (<const float *> (at + j * step))[0]
         r += length
-    call.ops.merge_weights(desk.s, ROWS, call.count, m, desk.lse)
+    call.ops.merge_weights(ws.s, ROWS, call.count, m, ws.lse)
     r = 0
     while r < m:  # pass 2: the rows
         length = find_run(call, first + r, m - r, index)
         for i in range(call.count):
             part = call.parts + i
-            desk.base[i] = place(part.x, part.x_step, index, call.axes)
-            desk.step[i] = part.x_step[last]
+            ws.base[i] = place(part.x, part.x_step, index, call.axes)
+            ws.step[i] = part.x_step[last]
         at = place(result.lse, result.lse_step, index, call.axes)
         for j in range(length):
-            (<float *> (at + j * result.lse_step[last]))[0] = desk.lse[r + j]
+            (<float *> (at + j * result.lse_step[last]))[0] = ws.lse[r + j]
         at = place(result.x, result.x_step, index, call.axes)
         step = result.x_step[last]
         if call.n <= call.piece:
-            call.ops.merge_rows(call.kind, desk.base, desk.step, desk.s + r, ROWS, call.count, at,
+            call.ops.merge_rows(call.kind, ws.base, ws.step, ws.s + r, ROWS, call.count, at,
                                 step, length, call.n, call.large)
-        elif not merge_long(call, &desk, r, length, at, step, worker, run):
+        elif not merge_long(call, &ws, r, length, at, step, worker, run):
             return
         r += length
 
 
-cdef bint merge_long(const Call *call, Desk *desk, Py_ssize_t row, Py_ssize_t length, char *out,
+cdef bint merge_long(const Call *call, Workspace *ws, Py_ssize_t row, Py_ssize_t length, char *out,
                      Py_ssize_t out_step, int worker, qkv_run *run) noexcept nogil:
     """The same for rows that take long, piece by piece; False where the run is stopped."""
     cdef Py_ssize_t i, j, start
@@ -162,8 +162,8 @@ cdef bint merge_long(const Call *call, Desk *desk, Py_ssize_t row, Py_ssize_t le
             if stopped(run, worker):
                 return False
             for i in range(call.count):
-                desk.x[i] = desk.base[i] + j * desk.step[i] + start * call.size
-            call.ops.merge_rows(call.kind, desk.x, desk.step, desk.s + row + j, ROWS, call.count,
+                ws.x[i] = ws.base[i] + j * ws.step[i] + start * call.size
+            call.ops.merge_rows(call.kind, ws.x, ws.step, ws.s + row + j, ROWS, call.count,
                                 out + j * out_step + start * call.size, 0, 1,
                                 min(call.piece, call.n - start), call.large)
     return True
@@ -216,7 +216,7 @@ cdef int run(Call *call, const Py_buffer *views, bint blhd, int threads) except 
     cdef Py_ssize_t i, tasks, grain = 1
     cdef const Py_buffer *x = views + 2 * call.count
     cdef const Py_buffer *lse = x + 1
-    cdef double size = size_of_desk(call.count)
+    cdef double size = size_of_workspace(call.count)
     call.rows = lse.len // <Py_ssize_t> sizeof(float)
     call.n = x.shape[x.ndim - 1]
     if call.rows == 0:
@@ -233,17 +233,17 @@ cdef int run(Call *call, const Py_buffer *views, bint blhd, int threads) except 
     if call.large:  # a thread fills whole huge pages of a result that nobody touched before
         grain = max(1, min(HUGE // max(1, call.per_task * call.n * call.size),
                            tasks // (4 * threads)))
-    call.desks = <char *> scratch(size * threads + (call.count + 1.0) * sizeof(Part))
+    call.workspaces = <char *> scratch(size * threads + (call.count + 1.0) * sizeof(Part))
     try:
-        call.desk_size = <size_t> size
-        call.parts = <Part *> (call.desks + call.desk_size * threads)
+        call.workspace_size = <size_t> size
+        call.parts = <Part *> (call.workspaces + call.workspace_size * threads)
         for i in range(call.count + 1):
             lay_part(call.parts + i, views + 2 * i, views + 2 * i + 1, blhd)
         join_axes(call, lse)
         with nogil:
             parallel_for(run_task, call, tasks, grain, threads)
     finally:
-        release(call.desks)
+        release(call.workspaces)
     return 0
 
 

@@ -5,10 +5,10 @@ from libc.math cimport INFINITY, NAN
 from libc.stdint cimport uint8_t
 from libc.string cimport memset
 
-from qkv_ext._kernels cimport LANES, QKV_MINUS, TILE, qkv_row, qkv_run, stopped
+from qkv_ext._kernels cimport LANES, QKV_MINUS, TILE, qkv_row, stopped
 
-from src.types cimport Call, Desk, MET, PENDING, Place, SEEN
-from src.rules cimport allowed, extent
+from src.types cimport Call, MET, PENDING, SEEN, Task, Workspace
+from src.rules cimport allowed, key_range
 from src.keys cimport Tile, is_finite, take_values
 
 
@@ -16,43 +16,42 @@ cdef enum:
     UNDERFLOWN = 1 << 22  # more than all codes of a tile together
 
 
-cdef inline bint look_at_values(const Call *call, const Place *at, Desk *desk, int worker,
-                                qkv_run *run) noexcept nogil:
+cdef inline bint look_at_values(const Call *call, const Task *task, Workspace *ws) noexcept nogil:
     """What V has to do with the sums of pending rows; False where the run was stopped."""
     cdef Py_ssize_t lo, hi, tile, n, r
     cdef bint open = True
     cdef Tile values
-    extent(desk.rows, at.m, &lo, &hi)
-    lo = max(lo, at.first_key)
-    hi = min(hi, at.end_key)
+    key_range(ws.rows, task.m, &lo, &hi)
+    lo = max(lo, task.first_key)
+    hi = min(hi, task.end_key)
     for tile from lo // TILE * TILE <= tile < hi by TILE:
-        if stopped(run, worker):
+        if stopped(ws.run, ws.worker):
             return False
         n = min(TILE, hi - tile)
-        take_values(call, at, desk, tile, n, True, &values)
+        take_values(call, task, ws, tile, n, True, &values)
         if is_finite(call, &values, 0, n):
             continue
-        mark_rows(call, at, desk, &values, tile, n)
+        mark_rows(call, task, ws, &values, tile, n)
         open = False
-        for r in range(at.m):
-            open = open or (desk.todo[r] == PENDING and not desk.part.nonfinite_v[r] & SEEN)
+        for r in range(task.m):
+            open = open or (ws.todo[r] == PENDING and not ws.partial.nonfinite_v[r] & SEEN)
         if not open:
             break
     return True
 
 
-cdef inline void mark_rows(const Call *call, const Place *at, Desk *desk, const Tile *values,
+cdef inline void mark_rows(const Call *call, const Task *task, Workspace *ws, const Tile *values,
                            Py_ssize_t tile, Py_ssize_t n) noexcept nogil:
     """nonfinite_v of the pending rows, for a tile that has entries which are not finite."""
-    cdef uint8_t *marks = desk.part.nonfinite_v
+    cdef uint8_t *marks = ws.partial.nonfinite_v
     cdef Py_ssize_t j, r
     cdef bint known
-    for r in range(at.m):
+    for r in range(task.m):
         marks[r] |= MET
     for j in range(n):
         known = False  # that the row of V is not finite: looked at when somebody may see it
-        for r in range(at.m):
-            if marks[r] & SEEN or desk.todo[r] != PENDING or not allowed(desk.rows + r, tile + j):
+        for r in range(task.m):
+            if marks[r] & SEEN or ws.todo[r] != PENDING or not allowed(ws.rows + r, tile + j):
                 continue
             if not known and is_finite(call, values, j, 1):
                 break
@@ -91,37 +90,36 @@ cdef inline float met_by(float codes) noexcept nogil:
     return -INFINITY if all >= QKV_MINUS else INFINITY
 
 
-cdef inline void add_nonfinite(const Call *call, Desk *desk, const Tile *values, Py_ssize_t first,
-                               Py_ssize_t m, Py_ssize_t tile) noexcept nogil:
+cdef inline void add_nonfinite(const Call *call, Workspace *ws, const Tile *values,
+                               Py_ssize_t first, Py_ssize_t m, Py_ssize_t tile) noexcept nogil:
     """Add to the sums of m rows what their weights make of the tile's non-finite entries."""
-    cdef Py_ssize_t lds = TILE + LANES, r, c, d, width, start = desk.start[first]
-    cdef Py_ssize_t n = desk.end[first] - start
-    cdef float *sums = desk.part.sums
-    cdef float *admitted = desk.admitted + first * lds
+    cdef Py_ssize_t lds = TILE + LANES, r, c, j, width, Dv = call.shape.Dv
+    cdef Py_ssize_t start = ws.start[first], n = ws.end[first] - start
+    cdef float *sums = ws.partial.acc + first * Dv
+    cdef float *admitted = ws.admitted + first * lds
     if values.finite:
         return
     for r in range(m):
-        admit_row(desk.rows + first + r, desk.scores + (first + r) * lds + start,
+        admit_row(ws.rows + first + r, ws.scores + (first + r) * lds + start,
                   admitted + r * lds, tile + start, n)
-    for c from 0 <= c < call.Dv by values.width:
-        width = min(values.width, call.Dv - c)
-        call.ops.product(admitted, lds, desk.v_codes + c * TILE + start * width, width,
-                         desk.met + c, call.Dv, NULL, m, width, n)
-    for r in range(m):
-        for d in range(call.Dv):
-            if desk.met[r * call.Dv + d] != 0.0:
-                sums[(first + r) * call.Dv + d] += met_by(desk.met[r * call.Dv + d])
+    for c from 0 <= c < Dv by values.width:
+        width = min(values.width, Dv - c)
+        call.ops.product(admitted, lds, ws.v_codes + c * TILE + start * width, width, ws.met + c,
+                         Dv, NULL, m, width, n)
+    for j in range(m * Dv):
+        if ws.met[j] != 0.0:
+            sums[j] += met_by(ws.met[j])
 
 
-cdef inline void weigh_rows(const Call *call, Desk *desk, Py_ssize_t first, Py_ssize_t m,
+cdef inline void weigh_rows(const Call *call, Workspace *ws, Py_ssize_t first, Py_ssize_t m,
                             Py_ssize_t tile) noexcept nogil:
     """Scores of m rows become their final weights."""
-    cdef Py_ssize_t start = desk.start[first], n = desk.end[first] - start, r, j, lo, hi
+    cdef Py_ssize_t start = ws.start[first], n = ws.end[first] - start, r, j, lo, hi
     cdef float *scores
     cdef const qkv_row *row
     for r in range(first, first + m):
-        row = &desk.rows[r]
-        scores = desk.scores + r * (TILE + LANES) + start
+        row = &ws.rows[r]
+        scores = ws.scores + r * (TILE + LANES) + start
         lo = min(max(row.lo - tile - start, 0), n)
         hi = min(max(row.hi - tile - start, lo), n)
         call.ops.adjust(scores, n, tile + start, row)
@@ -129,5 +127,5 @@ cdef inline void weigh_rows(const Call *call, Desk *desk, Py_ssize_t first, Py_s
             scores[j] = -INFINITY
         for j in range(hi, n):
             scores[j] = -INFINITY
-        call.ops.weights(scores, desk.top[r], desk.inverse[r], scores, n)
-        desk.factor[r] = 1.0
+        call.ops.weights(scores, ws.top[r], ws.inverse[r], scores, n)
+        ws.factor[r] = 1.0

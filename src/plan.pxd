@@ -3,7 +3,7 @@
 
 from qkv_ext._kernels cimport TILE
 
-from src.types cimport Call, FEW_ROWS, Item, Place, SPLIT
+from src.types cimport Call, FEW_ROWS, Item, SPLIT, Task, row_at
 
 
 cdef enum:
@@ -13,80 +13,88 @@ cdef enum:
 
 cdef inline void plan_item(const Call *call, Item *item) noexcept nogil:
     """Blocks and splits of an item, from its own lengths alone."""
-    cdef Py_ssize_t rows = item.L * call.group
-    cdef bint ordered = call.right < item.S or call.left < item.S
+    cdef Py_ssize_t rows = item.L * call.shape.group
+    cdef bint ordered = call.rules.right < item.S or call.rules.left < item.S
     cdef Py_ssize_t most = ORDERED_ROWS if ordered else ROWS
-    item.direct = rows <= FEW_ROWS and call.page == 0
+    item.use_dot_kernel = rows <= FEW_ROWS and call.shape.page == 0
     item.blocks = (rows + most - 1) // most
     item.block = 0
     if rows > 0:
         item.block = (rows + item.blocks - 1) // item.blocks
-        if not item.direct:  # whole register tiles
+        if not item.use_dot_kernel:  # whole register tiles
             item.block = (item.block + call.ops.rows - 1) // call.ops.rows * call.ops.rows
         item.blocks = (rows + item.block - 1) // item.block
-    item.splits = item.passes = 1
+    item.splits = item.splits_per_task = 1
     if item.blocks == 1:
         item.splits = max(1, (item.S + SPLIT - 1) // SPLIT)
-    elif call.page:
-        item.passes = max(1, (item.S + SPLIT - 1) // SPLIT)
+    elif call.shape.page:
+        item.splits_per_task = max(1, (item.S + SPLIT - 1) // SPLIT)
 
 
-cdef inline Py_ssize_t plan(Call *call) noexcept nogil:
-    """Plan every item and lay the tasks end to end; returns their number."""
-    cdef Py_ssize_t n, tasks = 0, own
+cdef inline void lay_tasks(Call *call) noexcept nogil:
+    """Plan every item and lay the tasks end to end."""
+    cdef Py_ssize_t n, own
     cdef Item *item
-    for n in range(call.count):
-        item = &call.items[n]
+    for n in range(call.plan.count):
+        item = &call.plan.items[n]
         plan_item(call, item)
-        own = item.blocks * item.splits * call.kv_heads
-        item.first_task = tasks
-        item.first_part = call.parts
-        tasks += own
+        own = item.blocks * item.splits * call.shape.kv_heads
+        item.first_task = call.plan.tasks
+        item.first_partial = call.plan.partials
+        call.plan.tasks += own
         if item.splits > 1:
-            call.parts += own
-            call.units += call.kv_heads
-        call.block = max(call.block, item.block)
-        call.longest = max(call.longest, item.S)
-        call.absent = call.absent or item.L < item.room
-        if item.blocks > 1 and call.page == 0:
-            call.keys = max(call.keys, (item.S + TILE - 1) // TILE * TILE)
-        elif not item.direct:
-            call.keys = max(call.keys, TILE)
-    return tasks
+            call.plan.partials += own
+            call.plan.units += call.shape.kv_heads
+        call.plan.block = max(call.plan.block, item.block)
+        call.plan.longest = max(call.plan.longest, item.S)
+        call.plan.absent = call.plan.absent or item.L < item.padded_len
+        if item.blocks > 1 and call.shape.page == 0:
+            call.plan.keys = max(call.plan.keys, (item.S + TILE - 1) // TILE * TILE)
+        elif not item.use_dot_kernel:
+            call.plan.keys = max(call.plan.keys, TILE)
 
 
-cdef inline void find_place(const Call *call, Py_ssize_t index, Place *at) noexcept nogil:
-    """The item that holds the task, by bisection, then head, block and split within it."""
-    cdef Py_ssize_t low = 0, high = call.count, middle, unit, block
+cdef inline Py_ssize_t item_of(const Call *call, Py_ssize_t index, bint split) noexcept nogil:
+    """The item that holds a task, by bisection; split: by its number among those of split items.
+
+    Items without any share their first number with the next item: the last one wins.
+    """
+    cdef Py_ssize_t low = 0, high = call.plan.count, middle
     cdef const Item *item
     while high - low > 1:
         middle = (low + high) // 2
-        if call.items[middle].first_task <= index:
+        item = &call.plan.items[middle]
+        if (item.first_partial if split else item.first_task) <= index:
             low = middle
         else:
             high = middle
-    item = &call.items[low]
+    return low
+
+
+cdef inline void task_at(const Call *call, Py_ssize_t index, Task *task) noexcept nogil:
+    """The item that holds the task, then head, block and split within it."""
+    cdef Py_ssize_t n = item_of(call, index, False), unit, block
+    cdef const Item *item = &call.plan.items[n]
     index -= item.first_task
     unit = index // item.splits
     block = unit % item.blocks
-    if call.right < item.S:
+    if call.rules.right < item.S:
         block = item.blocks - 1 - block  # in causal order the longest first
-    at.item = item
-    at.split = index % item.splits
-    at.part = item.first_part + index
-    at.kv_head = unit // item.blocks
-    at.head = low * call.kv_heads + at.kv_head
-    at.first_row = block * item.block
-    at.m = min(item.block, item.L * call.group - at.first_row)
-    at.k = item.k + at.kv_head * call.k_head
-    at.v = item.v + at.kv_head * call.v_head
-    at.scaled = False
-    at.first_key, at.end_key = 0, item.S
+    task.item = item
+    task.split = index % item.splits
+    task.partial = item.first_partial + index
+    task.kv_head = unit // item.blocks
+    task.head = n * call.shape.kv_heads + task.kv_head
+    task.first_row = block * item.block
+    task.m = min(item.block, item.L * call.shape.group - task.first_row)
+    task.k = row_at(item.k, call.strides.k, task.kv_head, 0)
+    task.v = row_at(item.v, call.strides.v, task.kv_head, 0)
+    task.scaled = False
+    task.first_key, task.end_key = 0, item.S
     if item.splits > 1:
-        at.first_key = at.split * SPLIT
-        at.end_key = min(item.S, at.first_key + SPLIT)
+        take_split(task, task.split)
 
 
-cdef inline void take_split(Place *at, Py_ssize_t n) noexcept nogil:
-    at.first_key = n * SPLIT
-    at.end_key = min(at.item.S, at.first_key + SPLIT)
+cdef inline void take_split(Task *task, Py_ssize_t n) noexcept nogil:
+    task.first_key = n * SPLIT
+    task.end_key = min(task.item.S, task.first_key + SPLIT)

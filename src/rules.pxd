@@ -5,30 +5,37 @@ from libc.math cimport INFINITY, isfinite
 
 from qkv_ext._kernels cimport qkv_magnitude, qkv_row
 
-from src.types cimport CLEAN, Call, Desk, LARGE, MET, PENDING, Place, TO_SCORE, TO_WEIGH, V_BITS
+from src.contract cimport ADDRESSES, K_SCALE_ADDRESS
+from src.types cimport (
+    CLEAN, Call, LARGE, MET, PENDING, TO_SCORE, TO_WEIGH, Task, V_BITS, Workspace,
+)
 
 
-cdef inline void first_row(const Call *call, const Place *at, Py_ssize_t *h,
-                           Py_ssize_t *i) noexcept nogil:
-    """Head and position in the item of the first row of a task."""
-    i[0] = at.first_row // call.group
-    h[0] = at.kv_head * call.group + at.first_row % call.group
-
-
-cdef inline void next_row(const Call *call, const Place *at, Py_ssize_t *h,
+cdef inline void find_row(const Call *call, const Task *task, Py_ssize_t r, Py_ssize_t *h,
                           Py_ssize_t *i) noexcept nogil:
-    """Those of the row after: the next head of the group, or the first one of the next position."""
+    """Head and position in the item of row r of a task."""
+    h[0] = task.kv_head * call.shape.group + (task.first_row + r) % call.shape.group
+    i[0] = (task.first_row + r) // call.shape.group
+
+
+cdef inline void next_row(const Call *call, const Task *task, Py_ssize_t r, Py_ssize_t *h,
+                          Py_ssize_t *i) noexcept nogil:
+    """The same for one row after the other from r = 0 on: h and i are those of the row before."""
+    if r == 0:
+        find_row(call, task, 0, h, i)
+        return
     h[0] += 1
-    if h[0] == (at.kv_head + 1) * call.group:
-        h[0] -= call.group
+    if h[0] == (task.kv_head + 1) * call.shape.group:  # the first head at the next position
+        h[0] -= call.shape.group
         i[0] += 1
 
 
-cdef inline Py_ssize_t alike(const Call *call, const Place *at, Py_ssize_t r) noexcept nogil:
+cdef inline Py_ssize_t contiguous_run(const Call *call, const Task *task,
+                                      Py_ssize_t r) noexcept nogil:
     """How many rows of a task lie evenly from row r on: all, or those of the heads of a group."""
-    if call.group == 1:
-        return at.m - r
-    return min(at.m - r, call.group - (at.first_row + r) % call.group)
+    if call.shape.group == 1:
+        return task.m - r
+    return min(task.m - r, call.shape.group - (task.first_row + r) % call.shape.group)
 
 
 cdef inline bint allowed(const qkv_row *row, Py_ssize_t j) noexcept nogil:
@@ -49,8 +56,8 @@ cdef inline bint sees_any(const qkv_row *row) noexcept nogil:
     return False
 
 
-cdef inline void extent(const qkv_row *rows, Py_ssize_t m, Py_ssize_t *lo,
-                        Py_ssize_t *hi) noexcept nogil:
+cdef inline void key_range(const qkv_row *rows, Py_ssize_t m, Py_ssize_t *lo,
+                           Py_ssize_t *hi) noexcept nogil:
     """The keys lo <= j < hi that any of m rows may see; lo == hi where there are none."""
     cdef Py_ssize_t r
     lo[0] = hi[0] = 0
@@ -62,7 +69,7 @@ cdef inline void extent(const qkv_row *rows, Py_ssize_t m, Py_ssize_t *lo,
 
 cdef inline float reach_of(const Call *call, const float *q, Py_ssize_t m) noexcept nogil:
     """More than the products of m query rows with a key of integers can add up to."""
-    return 128.0 * call.D * qkv_magnitude(q, m * call.D)
+    return 128.0 * call.shape.D * qkv_magnitude(q, m * call.shape.D)
 
 
 cdef inline bint is_small(float reach) noexcept nogil:
@@ -70,35 +77,41 @@ cdef inline bint is_small(float reach) noexcept nogil:
     return reach < 1152921504606846976.0  # 2 ** 60
 
 
-cdef inline bint overflows(const Call *call, const Place *at, const Desk *desk,
+cdef inline const char *in_page(const Call *call, const Task *task, Py_ssize_t j,
+                                int column) noexcept nogil:
+    """One of the addresses of the page that has key j."""
+    return <const char *> task.item.pages[ADDRESSES * (j // call.shape.page) + column]
+
+
+cdef inline bint overflows(const Call *call, const Task *task, const Workspace *ws,
                            Py_ssize_t r) noexcept nogil:
     """Whether products with an int8 key that the row is allowed may be beyond float32.
 
     What integers make finite, by taking each other away, the formula may not.
     """
-    cdef const qkv_row *row = &desk.rows[r]
+    cdef const qkv_row *row = &ws.rows[r]
     cdef const float *scale
     cdef float reach
     cdef Py_ssize_t j
-    if not desk.part.nonfinite_v[r] & LARGE or at.scaled:
+    if not ws.partial.nonfinite_v[r] & LARGE or task.scaled:
         return False
-    reach = reach_of(call, desk.q + r * call.D, 1)
+    reach = reach_of(call, ws.q + r * call.shape.D, 1)
     for j in range(row.lo, row.hi):
-        scale = <const float *> at.item.pages[4 * (j // call.page) + 2]
+        scale = <const float *> in_page(call, task, j, K_SCALE_ADDRESS)
         if allowed(row, j) and not isfinite(
-                reach * scale[at.kv_head * call.page + j % call.page]):
+                reach * scale[task.kv_head * call.shape.page + j % call.shape.page]):
             return True
     return False
 
 
-cdef inline bint any_to_do(const Place *at, const Desk *desk, Py_ssize_t first, Py_ssize_t m,
+cdef inline bint any_to_do(const Task *task, const Workspace *ws, Py_ssize_t first, Py_ssize_t m,
                            int how) noexcept nogil:
-    """Whether one of m rows is what the walk is made for."""
+    """Whether one of m rows is what the pass is made for."""
     cdef Py_ssize_t r
     for r in range(first, first + m):
         if how == CLEAN:
-            if desk.todo[r] == PENDING and desk.part.nonfinite_v[r] & V_BITS == MET:
+            if ws.todo[r] == PENDING and ws.partial.nonfinite_v[r] & V_BITS == MET:
                 return True
-        elif desk.todo[r] == (TO_SCORE if at.scaled else TO_WEIGH):
+        elif ws.todo[r] == (TO_SCORE if task.scaled else TO_WEIGH):
             return True
     return False

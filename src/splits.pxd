@@ -7,20 +7,22 @@ from libc.string cimport memcpy
 
 from qkv_ext._kernels cimport HARDLY_LARGER, qkv_correction, qkv_run
 
-from src.types cimport AS_IT_IS, Call, DONE, Desk, Leftover, PENDING, Part, Place
-from src.plan cimport find_place, take_split
-from src.arena cimport lay_desk, lay_part
-from src.rules cimport extent
+from src.types cimport (
+    AS_IT_IS, Call, DONE, EXACT, Item, Leftover, PENDING, Partial, Task, Workspace,
+)
+from src.plan cimport item_of, take_split, task_at
+from src.arena cimport bind_partial, bind_workspace
+from src.rules cimport key_range
 from src.nonfinite cimport look_at_values
 from src.rows cimport finish_rows, start_rows
-from src.tiles cimport walk
+from src.tiles cimport process_tiles
 
 
-cdef inline void copy_part(const Call *call, const Part *source, Part *target,
-                           Py_ssize_t m) noexcept nogil:
-    memcpy(target.sums, source.sums, m * call.Dv * sizeof(float))
-    memcpy(target.max, source.max, m * sizeof(float))
-    memcpy(target.sum, source.sum, m * sizeof(float))
+cdef inline void copy_partial(const Call *call, const Partial *source, Partial *target,
+                              Py_ssize_t m) noexcept nogil:
+    memcpy(target.acc, source.acc, m * call.shape.Dv * sizeof(float))
+    memcpy(target.row_max, source.row_max, m * sizeof(float))
+    memcpy(target.row_sum, source.row_sum, m * sizeof(float))
     memcpy(target.nonfinite_v, source.nonfinite_v, m)
 
 
@@ -29,105 +31,111 @@ cdef inline float shifted(float before, float largest) noexcept nogil:
     return largest if largest > before + HARDLY_LARGER else before
 
 
-cdef inline void merge_part(const Call *call, const Part *right, Part *left,
-                            Py_ssize_t m) noexcept nogil:
+cdef inline void merge_partial(const Call *call, const Partial *right, Partial *left,
+                               Py_ssize_t m) noexcept nogil:
     """left becomes left and right together."""
-    cdef Py_ssize_t r, d
+    cdef Py_ssize_t r, d, Dv = call.shape.Dv
     cdef float top, keep, add
     cdef float *sums
     cdef const float *more
     for r in range(m):
-        top = shifted(left.max[r], right.max[r])
-        keep = qkv_correction(left.max[r], top)
-        add = qkv_correction(right.max[r], top)
-        sums = left.sums + r * call.Dv
-        more = right.sums + r * call.Dv
-        for d in range(call.Dv):
+        top = shifted(left.row_max[r], right.row_max[r])
+        keep = qkv_correction(left.row_max[r], top)
+        add = qkv_correction(right.row_max[r], top)
+        sums = left.acc + r * Dv
+        more = right.acc + r * Dv
+        for d in range(Dv):
             sums[d] = sums[d] * keep + more[d] * add
-        left.sum[r] = left.sum[r] * keep + right.sum[r] * add
-        left.max[r] = top
+        left.row_sum[r] = left.row_sum[r] * keep + right.row_sum[r] * add
+        left.row_max[r] = top
         left.nonfinite_v[r] |= right.nonfinite_v[r]
 
 
-cdef inline bint walk_split(const Call *call, const Place *at, Desk *desk, int worker,
-                            qkv_run *run) noexcept nogil:
+cdef inline bint process_split(const Call *call, const Task *task, Workspace *ws) noexcept nogil:
     """The sums of a split, and what V has to do with those that are not finite; False where the run
     was stopped."""
-    cdef float *sums
-    cdef Py_ssize_t r
-    if not walk(call, at, desk, AS_IT_IS, NULL, worker, run):
+    cdef float *sums = ws.partial.acc
+    cdef Py_ssize_t r, Dv = call.shape.Dv
+    if not process_tiles(call, task, ws, AS_IT_IS, NULL):
         return False
-    if call.ops.scaled(desk.part.sums, call.Dv, desk.ones, desk.part.sums, call.Dv, at.m, call.Dv):
+    if call.ops.scaled(sums, Dv, ws.ones, sums, Dv, task.m, Dv):
         return True
-    for r in range(at.m):
-        sums = desk.part.sums + r * call.Dv
-        desk.todo[r] = DONE if call.ops.scaled(sums, call.Dv, desk.ones, sums, call.Dv, 1,
-                                               call.Dv) else PENDING
-    return look_at_values(call, at, desk, worker, run)
+    for r in range(task.m):
+        ws.todo[r] = DONE if call.ops.scaled(sums, Dv, ws.ones, sums, Dv, 1, Dv) else PENDING
+        sums += Dv
+    return look_at_values(call, task, ws)
 
 
-cdef inline bint walk_splits(const Call *call, Place *at, Desk *desk, int worker,
-                             qkv_run *run) noexcept nogil:
-    """The sums of all splits of the item, one after the other; False where the run was stopped."""
-    cdef Py_ssize_t n, lo, hi
-    cdef Part part = desk.part
-    extent(desk.rows, at.m, &lo, &hi)
-    for n in range(at.item.passes):
-        take_split(at, n)
-        if n > 0 and (hi <= at.first_key or at.end_key <= lo):
+cdef inline bint process_splits(const Call *call, Task *task, Workspace *ws,
+                                int how) noexcept nogil:
+    """A pass over all keys of the item, split by split; False where the run was stopped."""
+    cdef Py_ssize_t n, j, lo, hi, splits = max(task.item.splits, task.item.splits_per_task)
+    cdef Partial partial = ws.partial
+    if splits == 1:
+        return process_tiles(call, task, ws, how, NULL)
+    key_range(ws.rows, task.m, &lo, &hi)
+    for n in range(splits):
+        take_split(task, n)
+        if how == AS_IT_IS and n > 0 and (hi <= task.first_key or task.end_key <= lo):
             continue  # to merge nothing changes no bit
-        if not walk_split(call, at, desk, worker, run):
+        if not (process_split(call, task, ws) if how == AS_IT_IS
+                else process_tiles(call, task, ws, how, NULL)):
             return False
         if n == 0:
-            copy_part(call, &part, &desk.total, at.m)
+            copy_partial(call, &partial, &ws.total, task.m)
+        elif how != EXACT:
+            merge_partial(call, &partial, &ws.total, task.m)
         else:
-            merge_part(call, &part, &desk.total, at.m)
-    desk.part, desk.total = desk.total, part
+            for j in range(task.m * call.shape.Dv):
+                ws.total.acc[j] += partial.acc[j]
+    ws.partial, ws.total = ws.total, partial
     return True
 
 
-cdef inline void leave_part(const Call *call, const Place *at, const Desk *desk) noexcept nogil:
+cdef inline void bind_waiting(const Call *call, Py_ssize_t index, Partial *partial) noexcept nogil:
+    """The room of a partial that waits; -1 for the total of those that do not any more."""
+    cdef Py_ssize_t slot = 0 if index < 0 else 1 + index % call.arena.slots
+    bind_partial(call, call.arena.waiting + slot * call.arena.partial_size, partial)
+
+
+cdef inline void store_partial(const Call *call, const Task *task,
+                               const Workspace *ws) noexcept nogil:
     """The sums of a split wait for their left neighbour."""
-    cdef Part part
-    lay_part(call, call.waiting + (1 + at.part % call.slots) * call.part_size, &part)
-    copy_part(call, &desk.part, &part, at.m)
+    cdef Partial partial
+    bind_waiting(call, task.partial, &partial)
+    copy_partial(call, &ws.partial, &partial, task.m)
 
 
-cdef inline void leave_over(Call *call, const Place *at, const Desk *desk) noexcept nogil:
-    """Remember the rows of a unit that are not done; parts retire one at a time."""
-    cdef Leftover *x = &call.left_over
-    cdef Py_ssize_t first = x.count * call.block
-    x.tasks[x.count] = at.item.first_task + at.kv_head * at.item.splits
-    memcpy(x.todo + first, desk.todo, at.m)
-    memcpy(x.nonfinite_v + first, desk.part.nonfinite_v, at.m)
-    memcpy(x.max + first, desk.part.max, at.m * sizeof(float))
-    memcpy(x.sum + first, desk.part.sum, at.m * sizeof(float))
+cdef inline void leave_over(Call *call, const Task *task, const Workspace *ws) noexcept nogil:
+    """Remember the rows of a unit that are not done; partials are reduced one at a time."""
+    cdef Leftover *x = &call.arena.left_over
+    cdef Py_ssize_t first = x.count * call.plan.block
+    x.tasks[x.count] = task.item.first_task + task.kv_head * task.item.splits
+    memcpy(x.todo + first, ws.todo, task.m)
+    memcpy(x.nonfinite_v + first, ws.partial.nonfinite_v, task.m)
+    memcpy(x.row_max + first, ws.partial.row_max, task.m * sizeof(float))
+    memcpy(x.row_sum + first, ws.partial.row_sum, task.m * sizeof(float))
     x.count += 1
 
 
-cdef inline void retire_part(void *job, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil:
-    """The next part in order joins the total of its rows; the last one finishes them."""
+cdef inline void reduce_partial(void *job, Py_ssize_t index, int worker,
+                                qkv_run *run) noexcept nogil:
+    """The next partial in order joins the total of its rows; the last one finishes them."""
     cdef Call *call = <Call *> job
-    cdef Place at
-    cdef Part total, part
-    cdef Desk desk
-    cdef Py_ssize_t low = 0, high = call.count, middle
-    while high - low > 1:  # items without parts share their first_part with the next: the last wins
-        middle = (low + high) // 2
-        if call.items[middle].first_part <= index:
-            low = middle
-        else:
-            high = middle
-    find_place(call, call.items[low].first_task + index - call.items[low].first_part, &at)
-    lay_part(call, call.waiting, &total)
-    lay_part(call, call.waiting + (1 + index % call.slots) * call.part_size, &part)
-    if at.split == 0:
-        copy_part(call, &part, &total, at.m)
+    cdef Task task
+    cdef Partial total, partial
+    cdef Workspace ws
+    cdef const Item *item = &call.plan.items[item_of(call, index, True)]
+    task_at(call, item.first_task + index - item.first_partial, &task)
+    bind_waiting(call, -1, &total)
+    bind_waiting(call, index, &partial)
+    if task.split == 0:
+        copy_partial(call, &partial, &total, task.m)
     else:
-        merge_part(call, &part, &total, at.m)
-    if at.split == at.item.splits - 1:
-        lay_desk(call, call.desks + worker * call.desk_size, &desk)
-        start_rows(call, &at, &desk)
-        desk.part = total
-        if not finish_rows(call, &at, &desk, False, worker, run):
-            leave_over(call, &at, &desk)
+        merge_partial(call, &partial, &total, task.m)
+    if task.split == task.item.splits - 1:
+        bind_workspace(call, worker, run, &ws)
+        start_rows(call, &task, &ws)
+        ws.partial = total
+        if not finish_rows(call, &task, &ws, False):
+            leave_over(call, &task, &ws)

@@ -1,8 +1,9 @@
 # cython: language_level=3, cdivision=True
-"""What a call, an item, a task and a worker are: structs, and no code but that.
+"""What a call, an item, a task and a worker are: structs, and no code but where a row lies.
 
 Part of attention.pyx, as the other .pxd here are: each one cimports those before it, in this order,
 
+    contract   what Python counts on too
     types      the structs
     plan       blocks of rows, splits and tasks, from the shape of each item
     arena      where the working memory of a worker lies
@@ -10,14 +11,14 @@ Part of attention.pyx, as the other .pxd here are: each one cimports those befor
     keys       where keys and values lie, and how a tile of them is made ready for a product
     nonfinite  what entries of V that are not finite do to the sums of a row
     rows       the beginning and the end of a row
-    tiles      the walk over the tiles
+    tiles      a task's rows over the tiles, one after the other
     splits     what becomes of splits
     exact      the rows whose numbers are not all finite
 """
 
 from libc.stdint cimport int64_t, uint8_t
 
-from qkv_ext._kernels cimport qkv_kernels, qkv_order, qkv_row
+from qkv_ext._kernels cimport qkv_kernels, qkv_order, qkv_row, qkv_run
 
 
 cdef enum:
@@ -25,7 +26,7 @@ cdef enum:
     FEW_ROWS = 8         # up to here dot products with the rows of K beat packing them
 
 
-# How a walk takes V and the weights.
+# How a pass over the tiles takes V and the weights.
 cdef enum:
     AS_IT_IS             # running maximum and sums
     CLEAN                # the same, the entries of V that are not finite read as 0
@@ -33,7 +34,7 @@ cdef enum:
     SCORES_ALONE         # running maximum and sum of the weights, without V
 
 
-# What is to be done yet for a row of a desk.
+# What is to be done yet for a row of a task.
 cdef enum:
     DONE
     PENDING              # its sums are not finite
@@ -49,6 +50,8 @@ cdef enum:
     LARGE = 4            # the products with an int8 key may be beyond float32 once it has its scale
 
 
+# ---- a call -------------------------------------------------------------------------------------
+
 # One item: its arrays from its own first row on, its rules, and its plan.
 cdef struct Item:
     const char *q
@@ -61,71 +64,98 @@ cdef struct Item:
     char *lse            # or NULL
     const float *slopes  # [heads] or NULL
     Py_ssize_t L, S      # its own lengths
-    Py_ssize_t room      # rows that are its own, of which L are there
+    Py_ssize_t padded_len  # rows that are its own, of which L are there
     Py_ssize_t shift     # query i stands at key i + shift
     Py_ssize_t block, blocks, splits
-    Py_ssize_t passes    # splits that a task walks one after the other
-    bint direct          # dot products with the rows of K, no panels
-    Py_ssize_t first_task, first_part
+    Py_ssize_t splits_per_task  # one after the other
+    bint use_dot_kernel  # dot products with the rows of K, no panels
+    Py_ssize_t first_task, first_partial
 
 
-# Rows of split items that are to be computed once more, when all splits are merged: see exact.pxd.
-cdef struct Leftover:
-    Py_ssize_t count     # of units that have some
-    Py_ssize_t *tasks    # [units], the first task of each
-    uint8_t *todo        # [units, block], as on a desk
-    uint8_t *nonfinite_v  # [units, block], as in a part
-    float *max           # [units, block]
-    float *sum           # [units, block]
-
-
-cdef struct Call:
-    const qkv_kernels *ops
-    # the problem; strides in bytes
+cdef struct Shape:
     Py_ssize_t heads, kv_heads, group, S, D, Dv
-    Py_ssize_t q_head, q_row, k_head, k_row, v_head, v_row, out_head, out_row
-    Py_ssize_t mask_head, mask_row, mask_step, weights_head, weights_row, lse_head, lse_row
     int kind             # of q and out: QKV_FLOAT32, QKV_FLOAT16 or QKV_BFLOAT16
     int stored           # of k and v: that, or QKV_INT8
     Py_ssize_t page      # keys of a page, 0 where k and v are arrays
-    bint large_scales    # of int8 keys: see overflows
-    bint bool_mask
-    const float *sinks   # [heads] or NULL
+
+
+# Bytes from a head to the next, and from a row to the next.
+cdef struct Stride:
+    Py_ssize_t head, row
+
+
+cdef struct Strides:
+    Stride q, k, v, out, mask, weights, lse
+
+
+cdef struct Rules:
     float scale, softcap
     Py_ssize_t left, right
-    # the plan
+    const float *sinks   # [heads] or NULL
+    bint bool_mask
+    Py_ssize_t mask_step  # 0 where a row of the mask has one entry for all keys
+    bint large_scales    # of int8 keys: see overflows
+
+
+cdef struct Plan:
     Item *items
     Py_ssize_t count     # of items
     Py_ssize_t block     # the largest block of rows
     Py_ssize_t keys      # keys that panels hold at most
     Py_ssize_t longest   # keys of the longest item
     bint absent          # some items have fewer rows than there is room for
-    Py_ssize_t parts     # tasks of items with more than one split
+    Py_ssize_t partials  # tasks of items with more than one split
     Py_ssize_t units     # blocks of rows that these tasks belong to
     Py_ssize_t tasks
     Py_ssize_t stride    # from a task to the one that its worker most likely takes next
-    # working memory: one Desk per worker, and the parts that wait
-    char *desks
-    size_t desk_size
+
+
+# Rows of split items that are to be computed once more, when all splits are merged: see exact.pxd.
+cdef struct Leftover:
+    Py_ssize_t count     # of units that have some
+    Py_ssize_t *tasks    # [units], the first task of each
+    uint8_t *todo        # [units, block], and from here on: as a Workspace and its Partial have it
+    uint8_t *nonfinite_v
+    float *row_max
+    float *row_sum
+
+
+# Working memory: one Workspace per worker, and the partials that wait.
+cdef struct Arena:
+    char *workspaces
+    size_t workspace_size
     char *waiting
-    size_t part_size
+    size_t partial_size
     Py_ssize_t slots
     qkv_order *order
     Leftover left_over   # of the splits
 
 
+cdef struct Call:
+    const qkv_kernels *ops
+    Shape shape
+    Strides strides
+    Rules rules
+    Plan plan
+    Arena arena
+
+
+# ---- a task -------------------------------------------------------------------------------------
+
 # What a split leaves behind: unnormalised sums of a block of rows.
-cdef struct Part:
-    float *sums          # [block, Dv]
-    float *max           # [block]
-    float *sum           # [block]
+cdef struct Partial:
+    float *acc           # [block, Dv]
+    float *row_max       # [block]
+    float *row_sum       # [block]
     uint8_t *nonfinite_v  # [block], MET and SEEN: what V has to do with it; LARGE: int8 keys
 
 
 # A worker's memory.
-cdef struct Desk:
-    Part part
-    Part total           # of the splits so far, where a task walks several
+cdef struct Workspace:
+    int worker           # whose it is,
+    qkv_run *run         # and what it asks whether to go on
+    Partial partial
+    Partial total        # of the splits so far, where a task has several
     float *q             # [block, D], scaled
     float reach          # what they make of an int8 key of scale 1, or more
     float *scores        # [block, TILE] TILE + LANES
@@ -150,13 +180,19 @@ cdef struct Desk:
     Py_ssize_t *head     # the head that panels belongs to, -1 for none
 
 
-# Where a task stands.
-cdef struct Place:
+# A block of rows against a split of the keys, or against all.
+cdef struct Task:
     const Item *item
     Py_ssize_t head      # item and key/value head as one number
     Py_ssize_t kv_head, first_row, m, split
-    Py_ssize_t part      # its number among the tasks of split items
+    Py_ssize_t partial   # its number among the tasks of split items
     Py_ssize_t first_key, end_key  # of its split
     const char *k
     const char *v
     bint scaled          # int8 keys with their scales, before the product
+
+
+cdef inline char *row_at(const char *base, Stride stride, Py_ssize_t h,
+                         Py_ssize_t i) noexcept nogil:
+    """Row i of head h of an array."""
+    return <char *> base + h * stride.head + i * stride.row

@@ -3,6 +3,7 @@
 import compileall
 import modulefinder
 import platform
+import py_compile
 import re
 import runpy
 import shutil
@@ -51,6 +52,12 @@ def of_another_build(folder, name):
     )
     assert count == 1
     file.write_bytes(data)
+
+
+def without_text(file):
+    """Leave the bytecode of a Python file alone."""
+    py_compile.compile(file, file.with_suffix(".pyc"), doraise=True)
+    file.unlink()
 
 
 def assert_numpy_serves(python, folder, said):
@@ -105,6 +112,26 @@ def test_without_the_text_of_the_python_files(python, tmp_path):
     assert python(USE, path=folder).startswith(AS_HERE)
     of_another_build(folder, "_softmax")
     assert_numpy_serves(python, folder, "_softmax does not load: it is of another build than ")
+
+
+@needs_modules
+@pytest.mark.parametrize(
+    ("module", "edit", "said"),
+    [
+        ("_problem", "Q_START, ITEM = ITEM, Q_START", "ITEM is 0 .*compiled and 1 in"),
+        ("_problem", "COLUMNS += 1", "COLUMNS is 7 .*compiled and 8 in"),
+        ("_pages", "V_ADDRESS = K_ADDRESS", "V_ADDRESS is 1 .*compiled and 0 in"),
+        ("_pages", "SLACK = 32", "SLACK is 64 .*compiled and 32 in"),
+        ("_packed", "PANEL = 32", "PANEL is 64 .*compiled and 32 in"),
+    ],
+)
+def test_constants_that_are_spelt_twice(module, edit, said, python, tmp_path):
+    """An edit of what Python and the compiled modules both count on, in one of them alone."""
+    folder = whole_copy(tmp_path)
+    with (folder / "qkv_ext" / f"{module}.py").open("a") as file:
+        file.write(f"\n{edit}\n")
+    without_text(folder / "qkv_ext" / "_storage.py")  # or the ids would tell
+    assert_numpy_serves(python, folder, f"_attention does not load: {said} qkv_ext.{module};")
 
 
 @pytest.mark.parametrize(
