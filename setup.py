@@ -1,7 +1,7 @@
 """How the Cython modules of src/ are compiled; everything else is said in pyproject.toml.
 
 Each .pyx is a module of its own.  Only qkv_ext._kernels links the C files; the others reach
-them through the declarations of qkv_ext/_kernels.pxd.  All hold the id of the build, which
+them through the declarations of qkv_ext/_kernels.pxd.  Each holds the id of its build, which
 qkv_ext/_build.py explains.  Without a C compiler the install succeeds all the same, and the NumPy
 backend serves.
 """
@@ -49,8 +49,6 @@ FAST = re.compile(
 )
 INTEL = {"icx", "icpx", "icc"}  # whose floating point is fast unless they are told
 ID = runpy.run_path("qkv_ext/_build.py")  # by its path: the package itself needs NumPy
-BUILD = ID["of_tree"](Path())
-DEPENDS = [*map(str, ID["sources"](Path())), *(f"qkv_ext/{name}" for name in ID["CONTRACT"])]
 
 
 def strict(command, dropped):
@@ -75,12 +73,14 @@ class Build(build_ext):
                 setattr(self.compiler, name, strict(command, dropped))
         if dropped:
             self.warn(f"left out, for NaN and masks would be wrong: {' '.join(sorted(dropped))}")
+        self.asked = self.force
         super().build_extensions()
 
     def build_extension(self, ext):
         built = Path(self.get_ext_fullpath(ext.name))
-        if built.is_file() and BUILD.encode() not in built.read_bytes():
-            self.force = True  # whatever the files' times say
+        ((_, build),) = ext.define_macros
+        stale = built.is_file() and build.encode() not in built.read_bytes()
+        self.force = self.asked or stale  # whatever the files' times say
         kind = self.compiler.compiler_type
         flags = FLAGS.get(kind, FLAGS["unix"])
         if INTEL & {Path(word).name for word in getattr(self.compiler, "compiler_so", ())}:
@@ -98,11 +98,12 @@ def module(name, *c_files):
     if asked not in ("", "0", "1"):
         raise ValueError(f"QKV_EXT_REQUIRE_C is {asked!r}; expected 1, 0 or nothing")
     required = os.environ.get("CIBUILDWHEEL") or asked == "1"
+    build, files = ID["of_module"](Path(), name)
     return Extension(
         f"qkv_ext._{name}",
         sources=[f"src/{name}.pyx", *c_files],
-        depends=DEPENDS,
-        define_macros=[("QKV_BUILD", BUILD)],
+        depends=[*map(str, files), *(f"qkv_ext/{name}" for name in ID["CONTRACT"])],
+        define_macros=[("QKV_BUILD", build)],
         include_dirs=["src/kernels"],
         libraries=[] if sys.platform == "win32" else ["m"],
         optional=not required,

@@ -3,13 +3,15 @@
 Modules of two builds side by side, or Python files that are newer than the modules, read each
 other's memory wrongly.  An upgrade in place of which one module fails to compile leaves the first,
 ``git pull`` under an editable installation the second.  So setup.py compiles an id into each
-module, and _backends.py compares them before anything is called.  It is two hashes:
+module, and _backends.py compares them before anything is called.  It is three hashes:
 
-    SOURCES    what the modules are compiled from
+    OWN        what this module alone is compiled from
+    SHARED     what all of them are: how they are compiled, and what they know of each other
     CONTRACT   the Python files that say what the modules are given: problems, rules, pages, panels
 
-The modules have to agree on both, and with the Python files on the second, which is taken of their
-text at import: an edit of any other file needs no new build.  Contents count, but not times, nor
+The modules have to agree on the last two, and with the Python files on the third, which is taken of
+their text at import: an edit of any other Python file needs no new build.  The first tells setup.py
+which of them an edit of their sources makes stale.  Contents count, but not times, nor
 the newlines that git may change.  Python files that are not there as text, as in a frozen
 application, came together with the modules and are not compared.
 
@@ -23,16 +25,15 @@ from importlib.util import source_hash
 from pathlib import Path
 from typing import Any
 
-SOURCES = (  # patterns, from the root of the tree; src/*.c is what Cython makes
+SHARED = (  # patterns, from the root of the tree; src/*.c is what Cython makes
     "setup.py",
     "qkv_ext/*.pxd",
-    "src/*.pyx",
-    "src/*.pxd",
-    "src/*.h",
-    "src/kernels/*.c",
-    "src/kernels/*.h",
-    "src/kernels/*.def",
+    *(f"src/kernels/{name}.h" for name in ("build", "float_mode", "kernels", "pool")),
 )
+OWN = {  # beside src/<module>.pyx
+    "kernels": ("src/kernels/*.c", "src/kernels/*.h", "src/kernels/*.def"),
+    "attention": ("src/*.pxd",),
+}
 CONTRACT = (
     "_arrays.py",
     "_backends.py",
@@ -65,15 +66,21 @@ def of_python(package: Path = Path(__file__).parent) -> str | None:
         return None
 
 
-def sources(root: Path) -> list[Path]:
-    """The files of a tree that its modules are compiled from."""
-    found = (file for pattern in SOURCES for file in root.glob(pattern))
+def sources(root: Path, *patterns: str) -> list[Path]:
+    """The files of a tree that all modules are compiled from, and those of patterns."""
+    found = {file for pattern in (*SHARED, *patterns) for file in root.glob(pattern)}
     return sorted(file for file in found if not file.name.startswith("."))
 
 
 def of_tree(root: Path) -> str:
-    """The id of a build of a tree: an identifier of C."""
+    """What the modules of a tree have to agree on."""
     return f"s{_hash(sources(root))}_p{of_python(root / 'qkv_ext')}"
+
+
+def of_module(root: Path, name: str) -> tuple[str, list[Path]]:
+    """The id of a build of a module, an identifier of C, and the files that it is compiled from."""
+    files = sources(root, f"src/{name}.pyx", *OWN.get(name, ()))
+    return f"o{_hash(files)}_{of_tree(root)}", files
 
 
 def check(modules: Mapping[str, Any], complete: bool, python: str | None) -> None:
@@ -83,10 +90,10 @@ def check(modules: Mapping[str, Any], complete: bool, python: str | None) -> Non
     is true of all of them, the last says so.
     """
     first, last = (list(modules.values())[at] for at in (0, -1))
-    build = getattr(last, "BUILD", None)
-    if build != getattr(first, "BUILD", None):
+    shared, build = (getattr(one, "BUILD", "").partition("_")[2] for one in (first, last))
+    if build != shared:
         raise ImportError(f"it is of another build than {first.__name__}; {REINSTALL}")
-    if build is None and complete:
+    if not build and complete:
         raise ImportError(f"it has no build id, so its build is an old one; {REINSTALL}")
-    if build is not None and python is not None and not build.endswith(f"_p{python}"):
+    if build and python is not None and not build.endswith(f"_p{python}"):
         raise ImportError(f"it was built for other Python files of qkv_ext; {REINSTALL}")

@@ -172,12 +172,40 @@ def test_one_id_for_one_tree(tmp_path):
     (tmp_path / "setup.py").write_bytes((TREE / "setup.py").read_bytes().replace(b"\n", b"\r\n"))
     build = _build.of_tree(TREE)
     assert _build.of_tree(tmp_path) == build
-    for name in ("src/plan.pxd", "src/kernels/pool.h", "src/kernels/avx2.c", "qkv_ext/_rules.py"):
+    for name in ("setup.py", "qkv_ext/_kernels.pxd", "src/kernels/pool.h", "qkv_ext/_rules.py"):
         with (tmp_path / name).open("a") as file:
             file.write("\n")
         assert _build.of_tree(tmp_path) != build
         shutil.copyfile(TREE / name, tmp_path / name)
     assert _build.of_tree(tmp_path) == build
+
+
+@needs_tree
+@pytest.mark.parametrize(
+    ("file", "stale"),
+    [
+        ("src/kernels/avx2.c", {"_kernels"}),
+        ("src/kernels/product.h", {"_kernels"}),
+        ("src/plan.pxd", {"_attention"}),
+        ("src/merge.pyx", {"_merge"}),
+        ("src/kernels/kernels.h", set(COMPILED)),
+        ("qkv_ext/_problem.py", set(COMPILED)),
+    ],
+)
+def test_an_edit_makes_stale_what_sees_it(file, stale, tmp_path):
+    """The id of a module, which setup.py compiles it anew by, and by what depends on what."""
+
+    def ids():
+        return {name: _build.of_module(tmp_path, name[1:])[0] for name in COMPILED}
+
+    kept = shutil.ignore_patterns("*.so", "*.pyd", "__pycache__")
+    for name in ("qkv_ext", "src"):
+        shutil.copytree(TREE / name, tmp_path / name, ignore=kept, copy_function=shutil.copyfile)
+    before = ids()
+    with (tmp_path / file).open("a") as text:
+        text.write("\n")
+    after = ids()
+    assert {name for name in COMPILED if after[name] != before[name]} == stale
 
 
 # ---- G6: fast floating point --------------------------------------------------------------------
