@@ -55,8 +55,8 @@ cdef struct Call:
     const float *bias    # [N] or NULL
     Py_ssize_t M, N, K
     Py_ssize_t rows, row_blocks, panels, panel_groups, block
-    float *desks         # per worker: panels [panels, TILE, PANEL], and ones [block]
-    Py_ssize_t desk_size, ones_at  # in floats
+    float *workspaces    # per worker: panels [panels, TILE, PANEL], and ones [block]
+    Py_ssize_t workspace_size, ones_at  # in floats
     bint pack
 
 
@@ -95,7 +95,7 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
     cdef Py_ssize_t first = index % call.row_blocks * call.rows
     cdef Py_ssize_t m = min(call.rows, call.M - first)
     cdef Py_ssize_t lda = row_stride(&call.a), ldo = row_stride(&call.out), ldb = 0
-    cdef float *panels = call.desks + worker * call.desk_size
+    cdef float *panels = call.workspaces + worker * call.workspace_size
     cdef const float *ones = panels + call.ones_at
     cdef const float *a = <const float *> item_of(call, &call.a, item) + first * lda
     cdef const float *b = <const float *> call.b.buf
@@ -171,16 +171,16 @@ cdef int run(Call *call, Py_ssize_t items, int threads) except -1:
     threads = <int> min(threads, tasks)
     call.block = min(BLOCK, call.rows)
     call.ones_at = call.panels * TILE * PANEL if call.pack else 0
-    call.desk_size = call.ones_at + (call.block + 15) // 16 * 16
-    call.desks = <float *> scratch(<double> threads * call.desk_size * sizeof(float))
+    call.workspace_size = call.ones_at + (call.block + 15) // 16 * 16
+    call.workspaces = <float *> scratch(<double> threads * call.workspace_size * sizeof(float))
     try:
         for worker in range(threads):
             for i in range(call.block):
-                call.desks[worker * call.desk_size + call.ones_at + i] = 1.0
+                call.workspaces[worker * call.workspace_size + call.ones_at + i] = 1.0
         with nogil:
             parallel_for(run_task, call, tasks, 1, threads)
     finally:
-        release(call.desks)
+        release(call.workspaces)
     return 0
 
 

@@ -77,7 +77,7 @@ cdef struct Call:
 
 
 # Where a task stands.
-cdef struct Place:
+cdef struct Task:
     const char *x
     char *out
     const int64_t *at
@@ -111,51 +111,51 @@ cdef bint rotate_row(const Call *call, const char *x, Py_ssize_t position, const
 
 # ---- tasks --------------------------------------------------------------------------------------
 
-cdef void find_place(const Call *call, Py_ssize_t index, Place *place) noexcept nogil:
+cdef void task_at(const Call *call, Py_ssize_t index, Task *task) noexcept nogil:
     cdef Py_ssize_t i = 0
     cdef int axis
-    place.position = index % call.position_blocks * call.position_block
+    task.position = index % call.position_blocks * call.position_block
     index //= call.position_blocks
-    place.head = index % call.head_blocks * call.head_block
+    task.head = index % call.head_blocks * call.head_block
     index //= call.head_blocks
-    place.end_position = min(place.position + call.position_block, call.positions)
-    place.end_head = min(place.head + call.head_block, call.heads)
-    place.x, place.out = call.x, call.out
+    task.end_position = min(task.position + call.position_block, call.positions)
+    task.end_head = min(task.head + call.head_block, call.heads)
+    task.x, task.out = call.x, call.out
     for axis in range(call.axes - 1, -1, -1):
         i, index = index % call.shape[axis], index // call.shape[axis]
-        place.x += i * call.x_step[axis]
-        place.out += i * call.out_step[axis]
-    place.at = call.at + i * call.at_item if call.at != NULL else NULL  # of the first axis
+        task.x += i * call.x_step[axis]
+        task.out += i * call.out_step[axis]
+    task.at = call.at + i * call.at_item if call.at != NULL else NULL  # of the first axis
 
 
 cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil:
     cdef const Call *call = <const Call *> job
     cdef Py_ssize_t h, i
-    cdef Place p
-    find_place(call, index, &p)
+    cdef Task task
+    task_at(call, index, &task)
     if call.heads_inside:
-        for i in range(p.position, p.end_position):
-            for h in range(p.head, p.end_head):
-                if not rotate_place(call, &p, h, i, call.x_head, worker, run):
+        for i in range(task.position, task.end_position):
+            for h in range(task.head, task.end_head):
+                if not rotate_at(call, &task, h, i, call.x_head, worker, run):
                     return
     else:
-        for h in range(p.head, p.end_head):
-            for i in range(p.position, p.end_position):
-                if not rotate_place(call, &p, h, i, call.x_row, worker, run):
+        for h in range(task.head, task.end_head):
+            for i in range(task.position, task.end_position):
+                if not rotate_at(call, &task, h, i, call.x_row, worker, run):
                     return
     if call.streams:
         qkv_stream_end()
 
 
-cdef inline bint rotate_place(const Call *call, const Place *p, Py_ssize_t head,
-                              Py_ssize_t position, Py_ssize_t step, int worker,
-                              qkv_run *run) noexcept nogil:
+cdef inline bint rotate_at(const Call *call, const Task *task, Py_ssize_t head,
+                           Py_ssize_t position, Py_ssize_t step, int worker,
+                           qkv_run *run) noexcept nogil:
     """One row; the next one is a step away."""
-    cdef const char *x = p.x + head * call.x_head + position * call.x_row
-    cdef char *out = p.out + head * call.out_head + position * call.out_row
+    cdef const char *x = task.x + head * call.x_head + position * call.x_row
+    cdef char *out = task.out + head * call.out_head + position * call.out_row
     if call.ahead:
         qkv_prefetch(x + call.ahead * step, call.n * call.size)
-    return rotate_row(call, x, position, p.at, out, worker, run)
+    return rotate_row(call, x, position, task.at, out, worker, run)
 
 
 # ---- the call -----------------------------------------------------------------------------------
