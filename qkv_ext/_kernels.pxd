@@ -29,15 +29,23 @@ cdef extern from "kernels.h" nogil:
         QKV_PLUS
         QKV_MINUS
 
+    enum:
+        QKV_SOFTCAP
+        QKV_SLOPE
+        QKV_BIAS
+        QKV_KEEP
+        QKV_EXCLUDES
+
     ctypedef struct qkv_row:
         Py_ssize_t lo
         Py_ssize_t hi
+        int modifiers
         float softcap
         float slope
+        int mask_step
         Py_ssize_t position
-        const uint8_t *keep
         const float *bias
-        Py_ssize_t mask_step
+        const uint8_t *keep
         float *scores
 
     ctypedef struct qkv_kernels:

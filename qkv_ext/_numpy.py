@@ -20,7 +20,7 @@ from qkv_ext._arrays import FLOAT32, Array, converted
 from qkv_ext._blas import held_to_threads
 
 if TYPE_CHECKING:
-    from qkv_ext._problem import Problem, Product, Rows
+    from qkv_ext._problem import Problem, Product, Rows, Rules
 
 CHUNK = 1 << 20  #: scores held at a time
 LARGE = 1 << 16  #: weights and values of a head that is worth a look of its own
@@ -162,20 +162,39 @@ def _scores(
 ) -> tuple[Array, Array | None]:
     """Scores, -inf for excluded keys, and which keys are allowed; None where all of them are.
 
-    In this order: scale, softcap, ALiBi, mask, exclusion.  What is excluded is selected, never
-    added, so that a NaN in its key cannot leak.
+    In this order: scale, softcap, ALiBi, mask, exclusion.  tracing.py takes the same steps.
     """
     rules = problem.rules
     scores = np.matmul(q * q.dtype.type(problem.scale), k.swapaxes(-1, -2))
     distance = positions[:, None] - np.arange(k.shape[-2])  # how far a key lies behind a query
-    if rules.softcap:
-        cap = q.dtype.type(rules.softcap)
-        scores = cap * np.tanh(scores / cap)
-    if slopes is not None:
-        scores -= slopes * np.abs(distance).astype(q.dtype)
     allowed = None
     if distance.size == 0 or distance.max() > rules.left or -distance.min() > rules.right:
-        allowed = (distance <= rules.left) & (-distance <= rules.right)
+        allowed = in_order(rules, distance)
+    return masked(capped(scores, rules), slopes, distance, mask, allowed)
+
+
+def capped(scores: Array, rules: Rules) -> Array:
+    """The scores after softcap."""
+    if rules.softcap:
+        cap = scores.dtype.type(rules.softcap)
+        scores = cap * np.tanh(scores / cap)
+    return scores
+
+
+def in_order(rules: Rules, distance: Array) -> Array:
+    """Which keys causal and window allow."""
+    return (distance <= rules.left) & (-distance <= rules.right)
+
+
+def masked(
+    scores: Array, slopes: Any, distance: Array, mask: Any, allowed: Array | None
+) -> tuple[Array, Array | None]:
+    """Capped scores, which may be overwritten, after the rest, and which keys the mask leaves.
+
+    What is excluded is selected, never added, so that a NaN in its key cannot leak.
+    """
+    if slopes is not None:
+        scores -= slopes * np.abs(distance).astype(scores.dtype)
     if mask is not None:
         if mask.dtype.kind != "b":
             scores += mask

@@ -17,7 +17,7 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv_ext import _arrays, _backends, _check, _forward, _layers, _problem
+from qkv_ext import _arrays, _backends, _check, _forward, _layers, _numpy, _problem
 from qkv_ext._blas import held_to_threads
 from qkv_ext._check import Checked
 from qkv_ext._layers import Projections
@@ -141,22 +141,13 @@ def _steps(problem: Problem) -> dict[str, Array]:
     # the scale on Q, not on the product: that may overflow where the scaled one does not
     scaled = (q * compute.type(problem.scale)) @ k.swapaxes(-1, -2)
 
-    capped = scaled
-    if problem.rules.softcap:
-        cap = compute.type(problem.rules.softcap)
-        capped = cap * np.tanh(scaled / cap)
-
-    masked = capped
-    if problem.rules.slopes is not None:
-        slopes = np.broadcast_to(problem.rules.slopes, (math.prod(lead), h))
-        masked = masked - slopes.reshape(*lead, h, 1, 1) * np.abs(distance).astype(compute)
-    if problem.mask is not None and problem.mask.dtype.kind == "b":
-        allowed = allowed & problem.mask
-    elif problem.mask is not None:
-        allowed = allowed & (problem.mask != -np.inf)
-        masked = masked + problem.mask
-    allowed = np.broadcast_to(allowed, masked.shape)
-    masked = np.where(allowed, masked, -np.inf)
+    capped = _numpy.capped(scaled, problem.rules)
+    slopes = problem.rules.slopes
+    if slopes is not None:
+        slopes = np.broadcast_to(slopes, (math.prod(lead), h)).reshape(*lead, h, 1, 1)
+    masked, kept = _numpy.masked(capped.copy(), slopes, distance, problem.mask, allowed)
+    assert kept is not None
+    allowed = kept
 
     # softmax over the allowed keys; a sink is one more logit, without a key
     empty = ~allowed.any(axis=-1, keepdims=True)
@@ -198,8 +189,7 @@ def _order(problem: Problem) -> tuple[Array, Array]:
     i, j = np.arange(problem.out.shape[-2])[:, None], np.arange(s)
     distance = i + _column(problem, _problem.SHIFT, problem.shift) - j
     there = _is_row(problem) & (j < _column(problem, _problem.K_LENGTH, s))
-    within = (distance <= problem.rules.left) & (-distance <= problem.rules.right)
-    return there & within, distance
+    return there & _numpy.in_order(problem.rules, distance), distance
 
 
 def _weighted_sum(weights: Array, allowed: Array, v: Array) -> Array:

@@ -35,7 +35,8 @@ from libc.stdint cimport int64_t
 from libc.string cimport memset
 
 from qkv_ext._kernels cimport (
-    LANES, PANEL, QKV_BFLOAT16, QKV_FLOAT16, QKV_FLOAT32, QKV_INT8, TILE, free_order, new_order,
+    LANES, PANEL, QKV_BFLOAT16, QKV_FLOAT16, QKV_FLOAT32, QKV_INT8, QKV_SOFTCAP, TILE, free_order,
+    new_order,
     parallel_for, qkv_build, qkv_enter_float_mode, qkv_float_mode, qkv_leave_float_mode, qkv_run,
     release, scratch, table, take_turn, wait_turn,
 )
@@ -253,7 +254,7 @@ cdef void describe_arrays(Call *call, const Views *x) noexcept nogil:
     cdef Py_ssize_t axis
     call.rules.sinks = <const float *> x.sinks.buf
     call.rules.bool_mask = x.mask.buf != NULL and x.mask.itemsize == 1
-    call.rules.mask_step = 1 if step_of(&x.mask, 1) else 0
+    call.rules.row.mask_step = 1 if step_of(&x.mask, 1) else 0
     call.shape.heads = x.q.shape[x.q.ndim - 3]
     call.shape.D = x.q.shape[x.q.ndim - 1]
     call.shape.Dv = x.out.shape[x.out.ndim - 1]
@@ -432,8 +433,11 @@ cdef int attend(problem, int isa) except -1:
             q, k, v, out = (a if a is None else a.view("u2") for a in (q, k, v, out))
     call.shape.stored = call.shape.kind
     call.ops = table(isa)
-    call.rules.scale, call.rules.softcap = given[FIELD.scale], rules[RULE.softcap]
+    call.rules.scale = given[FIELD.scale]
     call.rules.left, call.rules.right = rules[RULE.left], rules[RULE.right]
+    if rules[RULE.softcap]:
+        call.rules.row.softcap = rules[RULE.softcap]
+        call.rules.row.modifiers |= QKV_SOFTCAP
     try:
         acquire(q, &x.q, PyBUF_STRIDES)
         acquire(k, &x.k, PyBUF_STRIDES)

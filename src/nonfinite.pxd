@@ -5,7 +5,7 @@ from libc.math cimport INFINITY, NAN
 from libc.stdint cimport uint8_t
 from libc.string cimport memset
 
-from qkv_ext._kernels cimport LANES, QKV_MINUS, TILE, qkv_row, stopped
+from qkv_ext._kernels cimport LANES, QKV_BIAS, QKV_KEEP, QKV_MINUS, TILE, qkv_row, stopped
 
 from src.types cimport Call, MET, PENDING, SEEN, Task, Workspace
 from src.rules cimport allowed, key_range
@@ -69,11 +69,11 @@ cdef inline void admit_row(const qkv_row *row, const float *weights, float *admi
         admitted[j] = 1.0 if weights[j] > 0.0 else <float> UNDERFLOWN
     memset(admitted, 0, lo * sizeof(float))
     memset(admitted + hi, 0, (n - hi) * sizeof(float))
-    if row.keep != NULL:
+    if row.modifiers & QKV_KEEP:
         keep = row.keep + first * row.mask_step
         for j in range(lo, hi):
             admitted[j] = admitted[j] if keep[j * row.mask_step] else 0.0
-    if row.bias != NULL:
+    if row.modifiers & QKV_BIAS:
         bias = row.bias + first * row.mask_step
         for j in range(lo, hi):
             admitted[j] = 0.0 if bias[j * row.mask_step] == -INFINITY else admitted[j]

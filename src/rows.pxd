@@ -5,7 +5,9 @@ from libc.math cimport INFINITY, NAN, exp, expf, isfinite, isnan, logf
 from libc.stdint cimport uint16_t, uint8_t
 from libc.string cimport memset
 
-from qkv_ext._kernels cimport QKV_FLOAT32, QKV_INT8, qkv_row, qkv_run, stopped
+from qkv_ext._kernels cimport (
+    QKV_BIAS, QKV_FLOAT32, QKV_INT8, QKV_KEEP, QKV_SLOPE, qkv_row, qkv_run, stopped,
+)
 
 from src.types cimport (
     Call, DONE, Item, MET, PENDING, Partial, TO_SCORE, TO_WEIGH, Task, V_BITS, Workspace, row_at,
@@ -48,22 +50,22 @@ cdef inline void start_rows(const Call *call, const Task *task, Workspace *ws) n
     for r in range(task.m):
         next_row(call, task, r, &h, &i)
         row = &ws.rows[r]
+        row[0] = call.rules.row
         position = i + item.shift
         row.lo = min(max(position - call.rules.left, 0), item.S)
         row.hi = min(max(position + call.rules.right + 1, row.lo), item.S)
         row.position = position
-        row.softcap = call.rules.softcap
-        row.slope = item.slopes[h] if item.slopes != NULL else 0.0
-        row.keep = NULL
-        row.bias = NULL
-        row.mask_step = call.rules.mask_step
+        if item.slopes != NULL and item.slopes[h] != 0.0:
+            row.slope = item.slopes[h]
+            row.modifiers |= QKV_SLOPE
         if item.mask != NULL:
             mask_row = row_at(item.mask, call.strides.mask, h, i)
             if call.rules.bool_mask:
                 row.keep = <const uint8_t *> mask_row
+                row.modifiers |= QKV_KEEP
             else:
                 row.bias = <const float *> mask_row
-        row.scores = NULL
+                row.modifiers |= QKV_BIAS
         if item.weights != NULL:
             row.scores = <float *> row_at(item.weights, call.strides.weights, h, i)
 

@@ -3,7 +3,7 @@
 
 from libc.math cimport INFINITY, isfinite
 
-from qkv_ext._kernels cimport qkv_magnitude, qkv_row
+from qkv_ext._kernels cimport QKV_BIAS, QKV_EXCLUDES, QKV_KEEP, qkv_magnitude, qkv_row
 
 from src.contract cimport ADDRESSES, K_SCALE_ADDRESS
 from src.types cimport (
@@ -41,14 +41,14 @@ cdef inline Py_ssize_t contiguous_run(const Call *call, const Task *task,
 cdef inline bint allowed(const qkv_row *row, Py_ssize_t j) noexcept nogil:
     """Whether the row may see key j: the rules that softmax_tile applies, for one key."""
     return (row.lo <= j < row.hi
-            and (row.keep == NULL or row.keep[j * row.mask_step])
-            and (row.bias == NULL or row.bias[j * row.mask_step] != -INFINITY))
+            and (not row.modifiers & QKV_KEEP or row.keep[j * row.mask_step])
+            and (not row.modifiers & QKV_BIAS or row.bias[j * row.mask_step] != -INFINITY))
 
 
 cdef inline bint sees_any(const qkv_row *row) noexcept nogil:
     """Whether the row is allowed a key."""
     cdef Py_ssize_t j
-    if row.keep == NULL and row.bias == NULL:
+    if not row.modifiers & QKV_EXCLUDES:
         return row.lo < row.hi
     for j in range(row.lo, row.hi):
         if allowed(row, j):

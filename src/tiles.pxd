@@ -4,7 +4,9 @@
 from libc.math cimport INFINITY
 from libc.string cimport memset
 
-from qkv_ext._kernels cimport LANES, PANEL, QKV_FLOAT32, TILE, qkv_prefetch, qkv_row, stopped
+from qkv_ext._kernels cimport (
+    LANES, PANEL, QKV_EXCLUDES, QKV_FLOAT32, TILE, qkv_prefetch, qkv_row, stopped,
+)
 
 from src.types cimport AS_IT_IS, Call, EXACT, LARGE, SCORES_ALONE, Task, Workspace, row_at
 from src.rules cimport any_to_do, find_row, is_small, key_range
@@ -116,6 +118,7 @@ cdef inline bint process_tiles(const Call *call, const Task *task, Workspace *ws
     cdef Py_ssize_t lo, hi, tile, n, step, r, m, group
     cdef Py_ssize_t common_lo = 0, common_hi = task.item.S
     cdef bint whole, raw
+    cdef int modifiers = 0
     cdef Tile values
     cdef const qkv_row *row
     values.finite = True
@@ -123,6 +126,7 @@ cdef inline bint process_tiles(const Call *call, const Task *task, Workspace *ws
         row = &ws.rows[r]
         common_lo = max(common_lo, row.lo)
         common_hi = min(common_hi, row.hi)
+        modifiers |= row.modifiers
     group = task.m if task.item.use_dot_kernel or how == AS_IT_IS else call.ops.rows
     start_tiles(call, task, ws, group, how)
     key_range(ws.rows, task.m, &lo, &hi)
@@ -138,7 +142,7 @@ cdef inline bint process_tiles(const Call *call, const Task *task, Workspace *ws
         find_columns(call, task, ws, tile, n, step, whole, how)
         score_tile(call, task, ws, tile, n, step)
         # where no row is denied a key the product does with V what the formula does
-        raw = how == AS_IT_IS or (how == EXACT and whole and task.item.mask == NULL)
+        raw = how == AS_IT_IS or (how == EXACT and whole and not modifiers & QKV_EXCLUDES)
         if how != SCORES_ALONE:
             take_values(call, task, ws, tile, n, not raw, &values)
             if not raw:

@@ -89,11 +89,11 @@ cdef struct Strides:
 
 
 cdef struct Rules:
-    float scale, softcap
+    float scale
     Py_ssize_t left, right
+    qkv_row row          # what all rows have in common: start_rows fills in the rest
     const float *sinks   # [heads] or NULL
     bint bool_mask
-    Py_ssize_t mask_step  # 0 where a row of the mask has one entry for all keys
     bint large_scales    # of int8 keys: see overflows
 
 

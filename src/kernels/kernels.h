@@ -55,15 +55,26 @@ enum { QKV_FLOAT32, QKV_FLOAT16, QKV_BFLOAT16, QKV_INT8 };
 /* Codes of what is not finite: whole numbers, so that sums over a tile tell how often each was met. */
 enum { QKV_PLUS = 1, QKV_MINUS = 4096 };
 
+/* What a score may go through beside the plain formula, in this order.  A row says which of them it
+   has, so that what leaves other rows alone need not know every option. */
+enum {
+    QKV_SOFTCAP = 1,
+    QKV_SLOPE = 2,
+    QKV_BIAS = 4,
+    QKV_KEEP = 8,
+    QKV_EXCLUDES = QKV_BIAS | QKV_KEEP, /* those that may deny the row a key */
+};
+
 /* The rules that a query row obeys on its way through the key tiles. */
 typedef struct {
     ptrdiff_t lo, hi;       /* keys lo <= j < hi are allowed by order, window, length */
-    float softcap;          /* the score becomes softcap tanh(score / softcap); 0 is off */
+    int modifiers;          /* QKV_SOFTCAP, ...: which of the fields below count */
+    float softcap;          /* the score becomes softcap tanh(score / softcap) */
     float slope;            /* slope |position - j| is taken off the score */
+    int mask_step;          /* 1, or 0 where the mask is broadcast along the keys */
     ptrdiff_t position;     /* of the query on the axis of the keys */
-    const uint8_t *keep;    /* bool mask of the row, true keeps the key; or NULL */
-    const float *bias;      /* float mask of the row, added to the score; or NULL */
-    ptrdiff_t mask_step;    /* 1, or 0 where the mask is broadcast along the keys */
+    const float *bias;      /* float mask of the row, added to the score */
+    const uint8_t *keep;    /* bool mask of the row, true keeps the key */
     float *scores;          /* where the row's final scores are kept for the weights; or NULL */
 } qkv_row;
 

@@ -56,20 +56,21 @@ static ALWAYS_INLINE vec distances(ptrdiff_t at) {
    are not read past column n. */
 static void adjust_row(float *s, ptrdiff_t n, ptrdiff_t first, const qkv_row *row) {
     const ptrdiff_t step = row->mask_step;
+    const int modifiers = row->modifiers;
     for (ptrdiff_t j = 0; j < n; j += VL) {
         ptrdiff_t filled = MIN(VL, n - j);
         vec x = v_load(s + j);
-        if (row->softcap != 0.0f) {
+        if (modifiers & QKV_SOFTCAP) {
             vec cap = v_set1(row->softcap);
             x = v_mul(cap, v_tanh(v_div(x, cap)));
         }
-        if (row->slope != 0.0f)
+        if (modifiers & QKV_SLOPE)
             x = v_fnma(v_set1(row->slope), distances(row->position - first - j), x);
-        if (row->bias) {
+        if (modifiers & QKV_BIAS) {
             const float *bias = row->bias + (first + j) * step;
             x = v_bias(x, step ? v_load_n(bias, filled) : v_set1(*bias));
         }
-        if (row->keep) {
+        if (modifiers & QKV_KEEP) {
             const uint8_t *keep = row->keep + (first + j) * step;
             uint8_t edge[VL] = {0};
             if (!step || filled < VL) {
@@ -98,8 +99,7 @@ static void softmax_tile(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, ptrd
             const qkv_row *row = rows + i + u;
             float *scores = s + u * lds;
             ptrdiff_t lo = MIN(MAX(row->lo - first, 0), n), hi = MIN(MAX(row->hi - first, lo), n);
-            if (row->softcap != 0.0f || row->slope != 0.0f || row->bias || row->keep)
-                adjust_row(scores, n, first, row);
+            if (row->modifiers) adjust_row(scores, n, first, row);
             for (ptrdiff_t j = 0; j < lo; j++) scores[j] = -INFINITY;
             for (ptrdiff_t j = hi; j < whole; j++) scores[j] = -INFINITY;
             if (row->scores) memcpy(row->scores + first, scores, (size_t)n * sizeof *scores);

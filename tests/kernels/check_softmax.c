@@ -9,8 +9,14 @@ static qkv_row random_row(ptrdiff_t n, ptrdiff_t first) {
     qkv_row row = {.lo = 0, .hi = first + n, .mask_step = 1};
     if (one_in(2)) row.lo = between(0, first + n);
     if (one_in(2)) row.hi = between(row.lo, first + n + 20);
-    if (one_in(4)) row.softcap = uniform(0.5f, 20.0f);
-    if (one_in(4)) row.slope = uniform(-0.3f, 0.3f);
+    if (one_in(4)) {
+        row.softcap = uniform(0.5f, 20.0f);
+        row.modifiers |= QKV_SOFTCAP;
+    }
+    if (one_in(4)) {
+        row.slope = uniform(-0.3f, 0.3f);
+        row.modifiers |= QKV_SLOPE;
+    }
     if (one_in(4)) row.mask_step = 0;
     row.position = between(-20, first + n + 20);
     ptrdiff_t length = row.mask_step ? first + n : 1;
@@ -18,6 +24,7 @@ static qkv_row random_row(ptrdiff_t n, ptrdiff_t first) {
         uint8_t *keep = array((size_t)length);
         for (ptrdiff_t j = 0; j < length; j++) keep[j] = one_in(3) ? 0 : (uint8_t)between(1, 255);
         row.keep = keep;
+        row.modifiers |= QKV_KEEP;
     }
     if (one_in(4)) {
         float *bias = floats(1, length, length);
@@ -25,6 +32,7 @@ static qkv_row random_row(ptrdiff_t n, ptrdiff_t first) {
         for (ptrdiff_t j = 0; j < length; j++)
             if (one_in(4)) bias[j] = -INFINITY;
         row.bias = bias;
+        row.modifiers |= QKV_BIAS;
     }
     return row;
 }
