@@ -23,7 +23,11 @@ cdef extern from "kernels.h" nogil:
         QKV_FLOAT32
         QKV_FLOAT16
         QKV_BFLOAT16
-        QKV_INT8
+        QKV_KINDS
+
+    Py_ssize_t qkv_bytes(int kind, Py_ssize_t n) noexcept
+    Py_ssize_t qkv_numbers(int kind, Py_ssize_t bytes) noexcept
+    bint qkv_scaled(int kind) noexcept
 
     enum:
         QKV_PLUS

@@ -31,7 +31,7 @@ import numpy as np
 
 from qkv_ext._arrays import FLOAT32, Array
 from qkv_ext._packed import PANEL
-from qkv_ext._storage import ENTRIES
+from qkv_ext._storage import ENTRIES, SCALED
 
 TILE = 256  #: keys of a tile of the kernels, which never crosses a page
 SLACK = 64  #: bytes behind v, and behind the scales, that a vector load may touch
@@ -59,7 +59,7 @@ class Layout(NamedTuple):
     def offsets(self) -> tuple[int, int, int, int, int]:
         """Where k, v, k_scale and v_scale start in a page, in bytes, and where the page ends."""
         keys = self.kv_heads * self.size
-        entry, scale = ENTRIES[self.kind].itemsize, 4 if self.kind == "int8" else 0
+        entry, scale = ENTRIES[self.kind].itemsize, 4 if self.kind in SCALED else 0
         v = keys * self.head_dim * entry
         k_scale = v + keys * self.v_dim * entry + SLACK
         v_scale = k_scale + keys * scale
@@ -95,7 +95,7 @@ class Page:
             self.v_blocks.append((slice(first, stop), block))
         self.k_scale: Array | None = None
         self.v_scale: Array | None = None
-        if layout.kind == "int8":
+        if layout.kind in SCALED:
             self.k_scale = np.ndarray((heads, size), FLOAT32, room, k_scale)
             self.v_scale = np.ndarray((heads, size), FLOAT32, room, v_scale)
             self.addresses = start, start + v, start + k_scale, start + v_scale

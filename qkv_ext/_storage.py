@@ -12,19 +12,12 @@ none of it is left to a backend: what is stored has the same bits everywhere.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from qkv_ext._arrays import FLOAT32, Array
-
-#: What the entries of each storage type are kept as.
-ENTRIES: dict[str, np.dtype[Any]] = {
-    "float32": FLOAT32,
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(np.uint16),
-    "int8": np.dtype(np.int8),
-}
 
 CHUNK = 1 << 16  #: entries that are converted at a time: what comes between stays in the cache
 _MOST = np.float32(127)
@@ -34,7 +27,7 @@ _LARGEST_SCALE = np.nextafter(_F32.max / _MOST, np.float32(0))  # 127 of it are 
 
 
 def encode(x: Array, kind: str) -> tuple[Array, Array | None]:
-    """x (..., n, D) of float32, float16 or bfloat16 as entries, and the scales (..., n) of int8.
+    """x (..., n, D) of float32, float16 or bfloat16 as entries, and the scales (..., n) or None.
 
     What is there in the storage type already is not copied.
     """
@@ -44,7 +37,7 @@ def encode(x: Array, kind: str) -> tuple[Array, Array | None]:
     if x.size <= CHUNK:
         return _encode(x, kind)
     entries = np.empty(x.shape, ENTRIES[kind])
-    scales = np.empty(x.shape[:-1], FLOAT32) if kind == "int8" else None
+    scales = np.empty(x.shape[:-1], FLOAT32) if kind in SCALED else None
     n = x.shape[-2]
     step = max(1, CHUNK * n // x.size)
     for start in range(0, n, step):
@@ -61,27 +54,37 @@ def _encode(x: Array, kind: str) -> tuple[Array, Array | None]:
         x = x.astype(FLOAT32)
     elif x.dtype != FLOAT32:
         x = widen(x.view(np.uint16), None, "bfloat16")
-    if kind == "float32":
-        return x, None
-    if kind == "bfloat16":
-        return _bfloat16(x), None
-    return _int8(x) if kind == "int8" else (x.astype(np.float16), None)
+    return _STORAGE[kind].encode(x)
 
 
 @np.errstate(all="ignore")
 def widen(entries: Array, scales: Array | None, kind: str) -> Array:
-    """Entries (..., D), and the scales (...) of int8, as a new float32 array."""
-    if kind == "bfloat16":
-        bits = entries.astype(np.uint32)
-        bits <<= 16
-        return bits.view(FLOAT32)
-    wide = entries.astype(FLOAT32)
+    """Entries (..., D), and the scales (...) where there are some, as a new float32 array."""
+    wide = _STORAGE[kind].widen(entries)
     if scales is not None:
         wide *= scales[..., None]
     return wide
 
 
-def _bfloat16(x: Array) -> Array:
+def _wide(entries: Array) -> Array:
+    return entries.astype(FLOAT32)
+
+
+def _from_bfloat16(entries: Array) -> Array:
+    bits = entries.astype(np.uint32)
+    bits <<= 16
+    return bits.view(FLOAT32)
+
+
+def _float32(x: Array) -> tuple[Array, None]:
+    return x, None
+
+
+def _float16(x: Array) -> tuple[Array, None]:
+    return x.astype(np.float16), None
+
+
+def _bfloat16(x: Array) -> tuple[Array, None]:
     """The upper half of the bits of float32, rounded to nearest even."""
     bits = x.view(np.uint32)
     rounded = bits >> 16
@@ -92,7 +95,7 @@ def _bfloat16(x: Array) -> Array:
     nan = np.isnan(x)
     if nan.any():  # whose payload must not round up to infinity
         rounded = np.where(nan, bits >> 16 | np.uint32(0x40), rounded)
-    return rounded.astype(np.uint16)
+    return rounded.astype(np.uint16), None
 
 
 def _int8(x: Array) -> tuple[Array, Array]:
@@ -113,3 +116,22 @@ def _int8(x: Array) -> tuple[Array, Array]:
         by = np.where(scales > 0, scales, np.float32(1))
     entries = x / by[..., None]
     return np.rint(entries, out=entries).astype(np.int8), scales
+
+
+class Storage(NamedTuple):
+    """A storage type, as src/kernels/storage.def has it for what is compiled."""
+
+    entries: np.dtype[Any]  #: what numbers are kept as
+    scaled: bool  #: whether rows have scales
+    encode: Callable[[Array], tuple[Array, Array | None]]  #: float32 as entries and scales
+    widen: Callable[[Array], Array]  #: entries as float32, but for the scales
+
+
+_STORAGE = {
+    "float32": Storage(FLOAT32, False, _float32, _wide),
+    "float16": Storage(np.dtype(np.float16), False, _float16, _wide),
+    "bfloat16": Storage(np.dtype(np.uint16), False, _bfloat16, _from_bfloat16),
+    "int8": Storage(np.dtype(np.int8), True, _int8, _wide),
+}
+ENTRIES = {name: kind.entries for name, kind in _STORAGE.items()}  #: by the name of a type
+SCALED = {name for name, kind in _STORAGE.items() if kind.scaled}  #: the types that have scales

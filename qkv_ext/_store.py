@@ -19,7 +19,7 @@ import numpy as np
 
 from qkv_ext._arrays import FLOAT32, Array
 from qkv_ext._pages import SHARE, Layout, Page, Pool
-from qkv_ext._storage import ENTRIES, encode, widen
+from qkv_ext._storage import ENTRIES, SCALED, encode, widen
 
 #: Integer keys with scales below it make products that float32 holds, unless q is as large.
 _LARGE_SCALE = np.float32(2.0**60)
@@ -89,7 +89,7 @@ class Item:
         heads, size = layout.kv_heads, layout.size
         width = layout.head_dim if what == "k" else layout.v_dim
         entries = np.zeros((heads, max(stop - start, 0), width), ENTRIES[layout.kind])
-        scales = np.zeros(entries.shape[:2], FLOAT32) if layout.kind == "int8" else None
+        scales = np.zeros(entries.shape[:2], FLOAT32) if layout.kind in SCALED else None
         for index in range(start // size, -(-stop // size)):
             page = self.pages[index]
             if page is None:

@@ -15,9 +15,9 @@ from libc.string cimport memcpy, memset
 cimport cython
 
 from qkv_ext._kernels cimport (
-    PANEL, QKV_BFLOAT16, QKV_FLOAT16, QKV_FLOAT32, QKV_INT8, parallel_for, qkv_build,
-    qkv_enter_float_mode, qkv_float_mode, qkv_kernels, qkv_leave_float_mode, qkv_run, release,
-    scratch, table,
+    PANEL, QKV_BFLOAT16, QKV_FLOAT16, QKV_FLOAT32, parallel_for, qkv_build, qkv_bytes,
+    qkv_enter_float_mode, qkv_float_mode, qkv_kernels, qkv_leave_float_mode, qkv_numbers, qkv_run,
+    qkv_scaled, release, scratch, table,
 )
 
 from src.contract cimport (
@@ -26,11 +26,12 @@ from src.contract cimport (
 
 import numpy
 
+from qkv_ext._kernels import storage
+
 BUILD = qkv_build.decode()
 
 
-cdef dict STORAGE = {"float32": QKV_FLOAT32, "float16": QKV_FLOAT16, "bfloat16": QKV_BFLOAT16,
-                     "int8": QKV_INT8}
+cdef dict STORAGE = {name: kind for name, (kind, _, _) in storage().items()}
 cdef object float32 = numpy.dtype("float32")
 cdef object float16 = numpy.dtype("float16")
 cdef object ndarray = numpy.ndarray
@@ -65,32 +66,28 @@ cdef struct Call:
     uint8_t *large        # of a worker: whether it had a scale as large as that
 
 
-cdef inline Py_ssize_t size_of(int kind) noexcept nogil:
-    return 4 if kind == QKV_FLOAT32 else 1 if kind == QKV_INT8 else 2
-
-
 cdef const char *encoded(const Call *call, const char *rows, Py_ssize_t stride, Py_ssize_t m,
                          Py_ssize_t n, char *memory, float *scales, Py_ssize_t *ld) noexcept nogil:
-    """m rows as entries of the storage type, ld bytes apart; and their scales, where it is int8."""
-    cdef Py_ssize_t r, size = size_of(call.stored)
+    """m rows as entries of the storage type, ld bytes apart; and their scales, where it has some."""
+    cdef Py_ssize_t r
     cdef char *entries = memory + call.floats
     ld[0] = stride
     if call.given == call.stored:
         return rows
     if call.given != QKV_FLOAT32:
-        call.ops.widen(call.given, rows, stride // 2, <float *> memory, m, n)
+        call.ops.widen(call.given, rows, qkv_numbers(call.given, stride), <float *> memory, m, n)
         rows, stride = memory, n * <Py_ssize_t> sizeof(float)
         ld[0] = stride
     if call.stored == QKV_FLOAT32:
         return rows
-    ld[0] = n * size
+    ld[0] = qkv_bytes(call.stored, n)
     for r in range(m):
-        if call.stored == QKV_INT8:
+        if qkv_scaled(call.stored):
             scales[r] = call.ops.to_int8(<const float *> (rows + r * stride),
-                                         <int8_t *> (entries + r * n), n)
+                                         <int8_t *> (entries + r * ld[0]), n)
         else:
             call.ops.narrow(call.stored, <const float *> (rows + r * stride),
-                            <uint16_t *> (entries + r * n * size), n)
+                            <uint16_t *> (entries + r * ld[0]), n)
     return entries
 
 
@@ -106,12 +103,12 @@ cdef inline void put_columns(const char *rows, Py_ssize_t ld, char *panel, Py_ss
 cdef void put_keys(const Call *call, const char *rows, Py_ssize_t ld, char *panel, Py_ssize_t m,
                    Py_ssize_t column) noexcept nogil:
     """Entries of m keys into a panel, from a column on."""
-    cdef Py_ssize_t n = call.k.width
+    cdef Py_ssize_t n = call.k.width, size = qkv_bytes(call.stored, 1)
     if call.stored == QKV_FLOAT32 and m == PANEL:
         call.ops.pack(<const float *> rows, ld // <Py_ssize_t> sizeof(float), <float *> panel, m, n)
-    elif call.stored == QKV_FLOAT32:
+    elif size == 4:
         put_columns(rows, ld, panel + column * 4, m, n, 4)
-    elif call.stored == QKV_INT8:
+    elif size == 1:
         put_columns(rows, ld, panel + column, m, n, 1)
     else:
         put_columns(rows, ld, panel + column * 2, m, n, 2)
@@ -120,7 +117,7 @@ cdef void put_keys(const Call *call, const char *rows, Py_ssize_t ld, char *pane
 cdef void put_values(const Call *call, const char *rows, Py_ssize_t ld, char *base, Py_ssize_t m,
                      Py_ssize_t slot) noexcept nogil:
     """Entries of m values into the blocks of a head, from a slot on."""
-    cdef Py_ssize_t r, start, width, size = size_of(call.stored)
+    cdef Py_ssize_t r, start, width, size = qkv_bytes(call.stored, 1)
     cdef char *block
     for start from 0 <= start < call.v.width by PANEL:
         width = min(PANEL, call.v.width - start)
@@ -137,7 +134,8 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
     # the slots of this panel among those that are filled: panel 0 is the one that has begun
     cdef Py_ssize_t first = max(item.length, (item.length // PANEL + panel) * PANEL)
     cdef Py_ssize_t stop = min((first // PANEL + 1) * PANEL, item.length + item.count)
-    cdef Py_ssize_t m = stop - first, slot = first % call.page, size = size_of(call.stored), ld, r
+    cdef Py_ssize_t m = stop - first, slot = first % call.page, ld, r
+    cdef Py_ssize_t size = qkv_bytes(call.stored, 1)
     cdef const int64_t *page = item.pages + ADDRESSES * (first // call.page)
     cdef char *memory = call.memory + worker * call.per_worker
     cdef float scales[64]
@@ -152,7 +150,7 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
              (<char *> page[K_ADDRESS]
               + (head * call.page + slot // PANEL * PANEL) * call.k.width * size),
              m, slot % PANEL)
-    if call.stored == QKV_INT8:
+    if qkv_scaled(call.stored):
         memcpy(<float *> page[K_SCALE_ADDRESS] + head * call.page + slot, scales, m * sizeof(float))
         for r in range(m):
             if not scales[r] < LARGE_SCALE:  # NaN is as large as any
@@ -162,7 +160,7 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
     entries = encoded(call, rows, call.v.by_row, m, call.v.width, memory, scales, &ld)
     put_values(call, entries, ld,
                <char *> page[V_ADDRESS] + head * call.page * call.v.width * size, m, slot)
-    if call.stored == QKV_INT8:
+    if qkv_scaled(call.stored):
         memcpy(<float *> page[V_SCALE_ADDRESS] + head * call.page + slot, scales, m * sizeof(float))
 
 

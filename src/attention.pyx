@@ -35,8 +35,7 @@ from libc.stdint cimport int64_t
 from libc.string cimport memset
 
 from qkv_ext._kernels cimport (
-    LANES, PANEL, QKV_BFLOAT16, QKV_FLOAT16, QKV_FLOAT32, QKV_INT8, QKV_SOFTCAP, TILE, free_order,
-    new_order,
+    LANES, PANEL, QKV_BFLOAT16, QKV_FLOAT16, QKV_FLOAT32, QKV_SOFTCAP, TILE, free_order, new_order,
     parallel_for, qkv_build, qkv_enter_float_mode, qkv_float_mode, qkv_leave_float_mode, qkv_run,
     release, scratch, table, take_turn, wait_turn,
 )
@@ -59,6 +58,7 @@ import sys
 import numpy
 
 from qkv_ext import _build, _packed, _pages, _problem
+from qkv_ext._kernels import storage
 from qkv_ext._options import DEFAULT as NO_OPTIONS
 
 BUILD = qkv_build.decode()
@@ -70,8 +70,7 @@ cdef enum:
 
 cdef double MOST_FLOATS = 1e17
 cdef Py_ssize_t OPEN = min(_problem.OPEN, sys.maxsize // 4)
-cdef dict STORAGE = {"float32": QKV_FLOAT32, "float16": QKV_FLOAT16, "bfloat16": QKV_BFLOAT16,
-                     "int8": QKV_INT8}
+cdef dict STORAGE = {name: kind for name, (kind, _, _) in storage().items()}
 cdef object float32 = numpy.dtype("float32")
 cdef object ndarray = numpy.ndarray
 cdef object empty = numpy.empty

@@ -15,6 +15,11 @@ cdef extern from "kernels.h" nogil:
     const int qkv_table_count
     int qkv_runnable(const char *name)
     const char qkv_compiler[]
+    ctypedef struct qkv_kind:
+        const char *name
+        int bits
+        bint scaled
+    const qkv_kind qkv_storage[]
 
 cdef extern from "pool.h" nogil:
     enum:
@@ -104,6 +109,12 @@ def runnable():
 def compiler():
     """Name and version of the compiler that built the kernels."""
     return qkv_compiler.decode()
+
+
+def storage():
+    """(kind of C, bits, whether rows have scales) of each storage type, by its name."""
+    return {qkv_storage[n].name.decode(): (n, qkv_storage[n].bits, qkv_storage[n].scaled)
+            for n in range(QKV_KINDS)}
 
 
 cdef int elementwise(x, out, int isa, bint tanh) except -1:

@@ -6,14 +6,16 @@
                 k        (Hkv, P / 64, D, 64)  panels
                 v        (Hkv, P Dv)           blocks of 64 columns one after the other: rows
                                                [P, 64] each, the last as wide as what is left
-                k_scale  (Hkv, P), v_scale     int8 only
+                k_scale  (Hkv, P), v_scale     where storage.def says so: int8
               Few rows of queries are multiplied with them as they are stored; for more they
               become floats first, with the same bits.
 """
 
 from libc.math cimport isfinite
 
-from qkv_ext._kernels cimport LANES, PANEL, QKV_FLOAT32, QKV_INT8, QKV_MINUS, QKV_PLUS, TILE
+from qkv_ext._kernels cimport (
+    LANES, PANEL, QKV_FLOAT32, QKV_MINUS, QKV_PLUS, TILE, qkv_bytes, qkv_numbers, qkv_scaled,
+)
 
 from src.contract cimport K_ADDRESS, K_SCALE_ADDRESS, V_ADDRESS, V_SCALE_ADDRESS
 from src.types cimport Call, FEW_ROWS, Task, Workspace
@@ -24,17 +26,13 @@ from src.rules cimport in_page
 cdef struct Tile:
     int kind             # of storage
     const char *start    # of the panels of K; of the blocks of V
-    const float *scale   # [TILE] of int8, or NULL
+    const float *scale   # [TILE], or NULL
     Py_ssize_t first     # V: the tile's first row in its blocks,
     Py_ssize_t width     # columns of a block: PANEL, or all there are,
     bint blocks          # whether the rows of a block are side by side,
     bint finite          # whether it had nothing to be cleaned of; the same of the tile before
     Py_ssize_t ld        # else the numbers from a row to the next; may be 0, or negative,
     Py_ssize_t depth     # and rows of a block: it starts depth numbers further for each column
-
-
-cdef inline Py_ssize_t size_of(int kind) noexcept nogil:
-    return 4 if kind == QKV_FLOAT32 else 1 if kind == QKV_INT8 else 2
 
 
 cdef inline const float *rows_of(const Call *call, const char *base, Py_ssize_t stride,
@@ -45,7 +43,7 @@ cdef inline const float *rows_of(const Call *call, const char *base, Py_ssize_t 
         ld[0] = stride // <Py_ssize_t> sizeof(float)
         return <const float *> (base + first * stride)
     call.ops.widen(call.shape.stored, base + first * stride,
-                   stride // size_of(call.shape.stored), copy, n, width)
+                   qkv_numbers(call.shape.stored, stride), copy, n, width)
     ld[0] = width
     return copy
 
@@ -90,8 +88,8 @@ cdef inline void take_keys(const Call *call, const Task *task, Workspace *ws, Py
         return
     first = task.kv_head * call.shape.page + tile % call.shape.page
     keys.start = (in_page(call, task, tile, K_ADDRESS)
-                  + first * call.shape.D * size_of(call.shape.stored))
-    if call.shape.stored == QKV_INT8:
+                  + qkv_bytes(call.shape.stored, first * call.shape.D))
+    if qkv_scaled(call.shape.stored):
         keys.scale = <const float *> in_page(call, task, tile, K_SCALE_ADDRESS) + first
     if call.shape.stored == QKV_FLOAT32 or task.m <= FEW_ROWS:
         keys.kind = call.shape.stored
@@ -104,12 +102,13 @@ cdef inline void score_panel(const Call *call, const Tile *keys, Py_ssize_t c, c
                              Py_ssize_t m, float *s, Py_ssize_t lds, Py_ssize_t columns,
                              const float *ones) noexcept nogil:
     """s[m, columns] = Q Kᵀ for the panel from key c of the tile on, in whole vectors."""
-    cdef Py_ssize_t d, depth, D = call.shape.D, size = size_of(keys.kind)
+    cdef Py_ssize_t d, depth, D = call.shape.D
     columns = (columns + LANES - 1) // LANES * LANES
     for d from 0 <= d < max(D, 1) by TILE:  # D may be 0: zeros
         depth = min(TILE, D - d)
-        times_product(call, keys.kind, q + d, D, keys.start + (c * D + d * PANEL) * size, PANEL, s,
-                      lds, ones if d else NULL, m, columns, depth)
+        times_product(call, keys.kind, q + d, D,
+                      keys.start + qkv_bytes(keys.kind, c * D + d * PANEL), PANEL, s, lds,
+                      ones if d else NULL, m, columns, depth)
     if keys.scale != NULL:
         call.ops.times(s, lds, m, columns, keys.scale + c)
 
@@ -133,7 +132,7 @@ cdef inline const char *rows_from(const Tile *values, Py_ssize_t column, Py_ssiz
                                   Py_ssize_t width) noexcept nogil:
     """Row j of the tile in the block from that column on, which has that width."""
     cdef Py_ssize_t ld = width if values.blocks else values.ld
-    return values.start + (column * values.depth + (values.first + j) * ld) * size_of(values.kind)
+    return values.start + qkv_bytes(values.kind, column * values.depth + (values.first + j) * ld)
 
 
 cdef inline void take_values(const Call *call, const Task *task, Workspace *ws, Py_ssize_t tile,
@@ -146,7 +145,7 @@ cdef inline void take_values(const Call *call, const Task *task, Workspace *ws, 
     if (page == 0 and stored != QKV_FLOAT32 and task.item.use_dot_kernel and not floats
             and Dv % LANES == 0):  # few rows: as they are stored, 64 columns of a row at a time
         values.kind, values.first, values.width, values.depth = stored, 0, PANEL, 1
-        values.ld = v_row // size_of(stored)
+        values.ld = qkv_numbers(stored, v_row)
         values.start = task.v + tile * v_row
     elif page == 0:
         values.kind, values.first, values.width, values.depth = QKV_FLOAT32, 0, Dv, 0
@@ -156,8 +155,8 @@ cdef inline void take_values(const Call *call, const Task *task, Workspace *ws, 
         first = task.kv_head * page
         values.kind, values.width, values.depth = stored, PANEL, page
         values.first = tile % page
-        values.start = in_page(call, task, tile, V_ADDRESS) + first * Dv * size_of(stored)
-        if stored == QKV_INT8:
+        values.start = in_page(call, task, tile, V_ADDRESS) + qkv_bytes(stored, first * Dv)
+        if qkv_scaled(stored):
             values.scale = (<const float *> in_page(call, task, tile, V_SCALE_ADDRESS) + first
                             + values.first)
         if stored != QKV_FLOAT32 and (task.m > FEW_ROWS or floats):

@@ -6,7 +6,7 @@ from libc.stdint cimport uint16_t, uint8_t
 from libc.string cimport memset
 
 from qkv_ext._kernels cimport (
-    QKV_BIAS, QKV_FLOAT32, QKV_INT8, QKV_KEEP, QKV_SLOPE, qkv_row, qkv_run, stopped,
+    QKV_BIAS, QKV_FLOAT32, QKV_KEEP, QKV_SLOPE, qkv_row, qkv_scaled, stopped,
 )
 
 from src.types cimport (
@@ -45,7 +45,7 @@ cdef inline void start_rows(const Call *call, const Task *task, Workspace *ws) n
     cdef qkv_row *row
     cdef Py_ssize_t r, i, h, position
     gather_rows(call, task, ws)
-    if call.shape.stored == QKV_INT8:
+    if qkv_scaled(call.shape.stored):
         ws.reach = reach_of(call, ws.q, task.m)
     for r in range(task.m):
         next_row(call, task, r, &h, &i)
@@ -211,7 +211,7 @@ cdef inline void settle_row(const Call *call, const Task *task, Workspace *ws, P
             ws.todo[r] = TO_SCORE if task.scaled else TO_WEIGH
             ws.top[r], ws.inverse[r] = top, 1.0 / total
             write_weights(call, row, top, ws.inverse[r])
-        elif call.shape.stored == QKV_INT8 and not task.scaled:
+        elif qkv_scaled(call.shape.stored) and not task.scaled:
             # a score of integers may be infinite where the formula's is not
             ws.todo[r] = TO_SCORE
             return

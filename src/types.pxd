@@ -75,7 +75,7 @@ cdef struct Item:
 cdef struct Shape:
     Py_ssize_t heads, kv_heads, group, S, D, Dv
     int kind             # of q and out: QKV_FLOAT32, QKV_FLOAT16 or QKV_BFLOAT16
-    int stored           # of k and v: that, or QKV_INT8
+    int stored           # of k and v: that, or in pages any of storage.def
     Py_ssize_t page      # keys of a page, 0 where k and v are arrays
 
 

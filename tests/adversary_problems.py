@@ -14,11 +14,11 @@ from tolerance import WAYS, largest, plain_attention
 
 import qkv_ext
 from qkv_ext import KVCache
-from qkv_ext._storage import encode
+from qkv_ext._storage import ENTRIES, encode
 
 F32 = np.float32
 STORAGE = ("float32", "float32", "float16", "bfloat16")
-CACHES = ("float32", "float16", "bfloat16", "int8")
+CACHES = tuple(ENTRIES)
 
 
 class Draw:

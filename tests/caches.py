@@ -4,8 +4,9 @@ import numpy as np
 from cases import dtype_of
 
 import qkv_ext
+from qkv_ext._storage import ENTRIES
 
-STORAGE = ("float32", "float16", "bfloat16", "int8")
+STORAGE = tuple(ENTRIES)
 
 
 def filled(k, v, kind="float32", step=None, page=256):

@@ -11,6 +11,7 @@ from fuzz_arrays import HUGE, JUNK
 
 import qkv_ext
 import qkv_ext.onnx
+from qkv_ext._storage import ENTRIES
 
 last = ""  #: the latest call as text, for the report of a finding
 
@@ -166,7 +167,7 @@ def cached(draw):
     """Attention to a KVCache that was filled in steps, perhaps shared, mixed, cut, copied."""
     batch, hkv, group = draw.between(1, 3), draw.between(1, 3), draw.between(1, 4)
     d, dv, length = draw.size(1), draw.size(1), 1 if draw.one_in(2) else draw.size()
-    kind = draw.choice(["float32", "float16", "bfloat16", "int8"])
+    kind = draw.choice([*ENTRIES])
     cache = qkv_ext.KVCache(batch, hkv, d, dv, dtype=kind, _page=draw.choice([256, 512]))
     for _ in range(draw.between(0, 3)):
         n, dtype = draw.keys(), draw.choice([np.float32, np.float16])

@@ -242,3 +242,11 @@ def test_int8_scores_beyond_float32(length, n, backend, rng):
         assert np.isfinite(plain).all()
         assert_same_bits(large[:, :, ::2], plain[:, :, ::2])
         assert np.isnan(large[:, :, 1::2]).all()
+
+
+def test_what_is_compiled_has_the_same_types():
+    """storage.def and _storage.py, in one order."""
+    kernels = pytest.importorskip("qkv_ext._kernels")
+    ours = {name: (place, kind.entries.itemsize * 8, kind.scaled)
+            for place, (name, kind) in enumerate(_storage._STORAGE.items())}  # fmt: skip
+    assert kernels.storage() == ours

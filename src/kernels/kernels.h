@@ -50,7 +50,33 @@ static inline float qkv_correction(float before, float after) {
 }
 
 /* How numbers are stored; everything is computed in float32. */
-enum { QKV_FLOAT32, QKV_FLOAT16, QKV_BFLOAT16, QKV_INT8 };
+#define STORAGE(NAME, ...) QKV_##NAME,
+enum {
+    QKV_FLOAT32,
+#include "storage.def"
+    QKV_KINDS
+};
+#undef STORAGE
+
+#define STORAGE(NAME, name, bits, scaled, ...) {name, bits, scaled},
+typedef struct {
+    const char *name;
+    int bits, scaled;
+} qkv_kind;
+static const qkv_kind qkv_storage[] = {
+        {"float32", 32, 0},
+#include "storage.def"
+};
+#undef STORAGE
+
+/* The bytes of so many numbers of a kind, which fill whole ones; and how many numbers are in them. */
+static inline ptrdiff_t qkv_bytes(int kind, ptrdiff_t n) { return n * qkv_storage[kind].bits / 8; }
+static inline ptrdiff_t qkv_numbers(int kind, ptrdiff_t bytes) {
+    return bytes * 8 / qkv_storage[kind].bits;
+}
+
+/* Whether each row has a scale. */
+static inline int qkv_scaled(int kind) { return qkv_storage[kind].scaled; }
 
 /* Codes of what is not finite: whole numbers, so that sums over a tile tell how often each was met. */
 enum { QKV_PLUS = 1, QKV_MINUS = 4096 };
@@ -90,8 +116,8 @@ typedef struct {
     void (*product)(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb, float *c,
                     ptrdiff_t ldc, const float *keep, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k);
 
-    /* The same with b in storage: QKV_FLOAT16, QKV_BFLOAT16 or QKV_INT8, and the very bits of a
-       product with what widen makes of it.  b is read in whole vectors of LANES numbers, also where
+    /* The same with b in storage, any but QKV_FLOAT32, and the very bits of a product with what
+       widen makes of it.  b is read in whole vectors of LANES numbers, also where
        its last row ends. */
     void (*product_stored)(int kind, const float *a, ptrdiff_t lda, const void *b, ptrdiff_t ldb,
                            float *c, ptrdiff_t ldc, const float *keep, ptrdiff_t m, ptrdiff_t n,
@@ -140,14 +166,14 @@ typedef struct {
     /* y[n] = softmax(x[n]): the plain formula, NaN where it is NaN. */
     void (*softmax)(const float *x, float *y, ptrdiff_t n);
 
-    /* y[m, n] n = x[m, n] ldx, from QKV_FLOAT16, QKV_BFLOAT16 or QKV_INT8. */
+    /* y[m, n] n = x[m, n] ldx, from any kind of storage but QKV_FLOAT32. */
     void (*widen)(int kind, const void *x, ptrdiff_t ldx, float *y, ptrdiff_t m, ptrdiff_t n);
 
     /* s[m, n] lds *= factor[n], the scales of int8 keys or values.  s and factor are read, and s is
        written, up to the next multiple of LANES. */
     void (*times)(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, const float *factor);
 
-    /* y[n] = x[n] the other way, to the nearest, ties to even. */
+    /* y[n] = x[n] the other way, to the nearest, ties to even; to one that has no scales. */
     void (*narrow)(int kind, const float *x, uint16_t *y, ptrdiff_t n);
 
     /* y[n] = x[n] / scale to the nearest integer, ties to even, which is never beyond 127.  Returns the

@@ -171,9 +171,11 @@ static void product(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb
 
 /* VL numbers of a storage type from place i on; kind is a constant in every caller. */
 static ALWAYS_INLINE vec v_stored(const int kind, const void *x, ptrdiff_t i) {
-    if (kind == QKV_FLOAT16) return v_from_half((const uint16_t *)x + i);
-    if (kind == QKV_BFLOAT16) return v_from_bfloat((const uint16_t *)x + i);
-    return v_from_int8((const int8_t *)x + i);
+#define STORAGE(NAME, name, bits, scaled, load, store)                                             \
+    if (kind == QKV_##NAME) return load((const void *)((const char *)x + i * (bits) / 8));
+#include "storage.def"
+#undef STORAGE
+    return v_zero(); /* there is no such kind */
 }
 
 /* product_tile with b in storage: the same operations on the same numbers. */
@@ -223,23 +225,25 @@ typedef void stored_fn(const float *a, ptrdiff_t lda, const void *b, ptrdiff_t l
 #define STORED_TABLE(name) {STORED_NAMES(name, 1), STORED_NAMES(name, 2)}
 #endif
 
-STORED_KIND(half, QKV_FLOAT16)
-STORED_KIND(bfloat, QKV_BFLOAT16)
-STORED_KIND(int8, QKV_INT8)
+#define STORAGE(NAME, ...) STORED_KIND(by_##NAME, QKV_##NAME)
+#include "storage.def"
+#undef STORAGE
 /* by storage type, one vector or VECS of them, rows */
-static stored_fn *const stored[3][2][ROWS] = {STORED_TABLE(half), STORED_TABLE(bfloat),
-                                              STORED_TABLE(int8)};
+#define STORAGE(NAME, ...) [QKV_##NAME] = STORED_TABLE(by_##NAME),
+static stored_fn *const stored[QKV_KINDS][2][ROWS] = {
+#include "storage.def"
+};
+#undef STORAGE
 
 static void product_stored(int kind, const float *a, ptrdiff_t lda, const void *b, ptrdiff_t ldb,
                            float *c, ptrdiff_t ldc, const float *keep, ptrdiff_t m, ptrdiff_t n,
                            ptrdiff_t k) {
-    const ptrdiff_t size = kind == QKV_INT8 ? 1 : 2;
     for (ptrdiff_t j = 0; j < n;) {
         int whole = n - j >= VECS * VL;
         ptrdiff_t cols = whole ? VECS * VL : MIN(VL, n - j);
         for (ptrdiff_t i = 0; i < m; i += ROWS)
-            stored[kind - QKV_FLOAT16][whole][MIN(ROWS, m - i) - 1](
-                a + i * lda, lda, (const char *)b + j * size, ldb, c + i * ldc + j, ldc,
+            stored[kind][whole][MIN(ROWS, m - i) - 1](
+                a + i * lda, lda, (const char *)b + qkv_bytes(kind, j), ldb, c + i * ldc + j, ldc,
                 keep ? keep + i : NULL, k, whole ? VL : cols);
         j += cols;
     }

@@ -76,28 +76,25 @@ static void weights(const float *x, float max, float factor, float *y, ptrdiff_t
     if (j < n) v_store_n(y + j, v_mul(f, v_exp(v_sub(v_load_n(x + j, n - j), top))), n - j);
 }
 
-static ALWAYS_INLINE void widen_rows(const int kind, const size_t size, const void *x,
+static ALWAYS_INLINE void widen_rows(const int kind, const ptrdiff_t bits, const void *x,
                                      ptrdiff_t ldx, float *y, ptrdiff_t m, ptrdiff_t n) {
-    const ptrdiff_t whole = n / VL * VL;
-    const size_t rest = (size_t)(n - whole);
+    const ptrdiff_t whole = n / VL * VL, rest = n - whole;
     for (ptrdiff_t i = 0; i < m; i++, y += n) {
-        const char *row = (const char *)x + i * ldx * (ptrdiff_t)size;
+        const char *row = (const char *)x + i * ldx * bits / 8;
         for (ptrdiff_t j = 0; j < whole; j += VL) v_store(y + j, v_stored(kind, row, j));
         if (rest) {
             uint16_t edge[VL] = {0};
-            memcpy(edge, row + (size_t)whole * size, rest * size);
-            v_store_n(y + whole, v_stored(kind, edge, 0), (ptrdiff_t)rest);
+            memcpy(edge, row + whole * bits / 8, (size_t)((rest * bits + 7) / 8));
+            v_store_n(y + whole, v_stored(kind, edge, 0), rest);
         }
     }
 }
 
 static void widen(int kind, const void *x, ptrdiff_t ldx, float *y, ptrdiff_t m, ptrdiff_t n) {
-    if (kind == QKV_FLOAT16)
-        widen_rows(QKV_FLOAT16, 2, x, ldx, y, m, n);
-    else if (kind == QKV_BFLOAT16)
-        widen_rows(QKV_BFLOAT16, 2, x, ldx, y, m, n);
-    else
-        widen_rows(QKV_INT8, 1, x, ldx, y, m, n);
+#define STORAGE(NAME, name, bits, ...)                                                             \
+    if (kind == QKV_##NAME) widen_rows(QKV_##NAME, bits, x, ldx, y, m, n);
+#include "storage.def"
+#undef STORAGE
 }
 
 static void times(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, const float *factor) {
@@ -106,17 +103,19 @@ static void times(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, const float
             v_store(s + j, v_mul(v_load(s + j), v_load(factor + j)));
 }
 
+#define NARROW_0(kind_of, store)                                                                   \
+    if (kind == (kind_of)) store(edge, value);
+#define NARROW_1(...)
+#define STORAGE(NAME, name, bits, scaled, load, store) NARROW_##scaled(QKV_##NAME, store)
 static void narrow(int kind, const float *x, uint16_t *y, ptrdiff_t n) {
     for (ptrdiff_t j = 0; j < n; j += VL) {
-        uint16_t edge[VL];
+        uint16_t edge[VL] = {0};
         vec value = v_load_n(x + j, MIN(VL, n - j));
-        if (kind == QKV_FLOAT16)
-            v_to_half(edge, value);
-        else
-            v_to_bfloat(edge, value);
+#include "storage.def"
         memcpy(y + j, edge, (size_t)MIN(VL, n - j) * sizeof *y);
     }
 }
+#undef STORAGE
 
 static float to_int8(const float *x, int8_t *y, ptrdiff_t n) {
     const float largest_scale = 0x1.020406p+121f; /* 127 of it are still finite */

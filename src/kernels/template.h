@@ -21,7 +21,7 @@
      v_unzip v_zip(vec *)       of two vectors in place: lanes 0 2 4 ... of both, and 1 3 5 ...; and back
      v_sums v_maxima(vec *)     lane i is the sum, or the largest, over the lanes of vector i
      v_from_half v_from_bfloat  VL floats of 16-bit numbers; v_to_half v_to_bfloat the other way
-     v_from_int8                VL floats of 8-bit integers
+     v_from_int8                VL floats of 8-bit integers; storage.def says what has which
 
    and then includes this file, which defines the table QKV_TABLE.  Arrays are documented in
    kernels.h.  Nothing here branches on a value except where a comment says why. */
@@ -40,8 +40,6 @@ _Static_assert(ROWS == 6, "product.h has register tiles of 1 to 6 rows");
 _Static_assert(VECS == 2 || VECS == 4, "product.h has register tiles of 2 or 4 vectors");
 _Static_assert(THIN_ROWS == 1 || THIN_ROWS == 2, "product.h has THIN_ROWS 1 or 2");
 _Static_assert(LONG_COLUMNS / 16 >= VL && LONG_COLUMNS % VL == 0, "long rows are whole vectors");
-_Static_assert(QKV_BFLOAT16 == QKV_FLOAT16 + 1 && QKV_INT8 == QKV_FLOAT16 + 2,
-               "product.h has its table of storage types in this order");
 
 #if defined(__GNUC__)
 #define ALWAYS_INLINE inline __attribute__((always_inline))

@@ -64,13 +64,12 @@ static void check_product(isa *ops, isa *scalar) {
                 fail("c[%td, %td] depends on its place", r, s);
 }
 
-/* Storage types by kind, QKV_INT8 too. */
-static int any_storage(void) { return (int)between(QKV_FLOAT16, QKV_INT8); }
-static size_t size_of(int kind) { return kind == QKV_INT8 ? 1 : 2; }
+/* Storage types by kind, those of storage.def. */
+static int any_storage(void) { return (int)between(QKV_FLOAT32 + 1, QKV_KINDS - 1); }
 
 /* Any bits in [rows, cols] ld, read in whole vectors of LANES also where the last row ends. */
 static void *any_stored(int kind, ptrdiff_t rows, ptrdiff_t cols, ptrdiff_t ld) {
-    size_t bytes = rows ? (size_t)((rows - 1) * ld + lanes_up(cols)) * size_of(kind) : 0;
+    size_t bytes = rows ? (size_t)qkv_bytes(kind, (rows - 1) * ld + lanes_up(cols)) : 0;
     unsigned char *x = array(bytes);
     for (size_t i = 0; i < bytes; i++) x[i] = (unsigned char)random_bits();
     return x;
@@ -276,7 +275,7 @@ static void check_softmax(isa *ops, isa *scalar) {
 static void check_widen(isa *ops, isa *scalar) {
     ptrdiff_t m = between(1, 5), n = size_between(0, 200), ldx = n + between(0, 40);
     int kind = any_storage();
-    size_t bytes = (size_t)((m - 1) * ldx + n) * size_of(kind);
+    size_t bytes = (size_t)qkv_bytes(kind, (m - 1) * ldx + n);
     unsigned char *x = array(bytes);
     float *y = floats(m, n, n), *expected = floats(m, n, n);
     for (size_t i = 0; i < bytes; i++) x[i] = (unsigned char)random_bits();
