@@ -92,16 +92,17 @@ class Build(build_ext):
         super().build_extension(ext)
 
 
-def module(name, *c_files):
-    """The extension qkv_ext._<name>, made of src/<name>.pyx and C files."""
+def module(name):
+    """The extension of that name, made of src/<name>.pyx, and of the C files if it links them."""
+    c_files = sorted(glob("src/kernels/*.c")) if name == "_kernels" else []
     asked = os.environ.get("QKV_EXT_REQUIRE_C", "")
     if asked not in ("", "0", "1"):
         raise ValueError(f"QKV_EXT_REQUIRE_C is {asked!r}; expected 1, 0 or nothing")
     required = os.environ.get("CIBUILDWHEEL") or asked == "1"
     build, files = ID["of_module"](Path(), name)
     return Extension(
-        f"qkv_ext._{name}",
-        sources=[f"src/{name}.pyx", *c_files],
+        f"qkv_ext.{name}",
+        sources=[f"src/{name[1:]}.pyx", *c_files],
         depends=[*map(str, files), *(f"qkv_ext/{name}" for name in ID["CONTRACT"])],
         define_macros=[("QKV_BUILD", build)],
         include_dirs=["src/kernels"],
@@ -111,15 +112,6 @@ def module(name, *c_files):
 
 
 setup(
-    ext_modules=[
-        module("kernels", *sorted(glob("src/kernels/*.c"))),
-        module("matmul"),
-        module("softmax"),
-        module("rotary"),
-        module("merge"),
-        module("append"),
-        module("attention"),
-        module("step"),
-    ],
+    ext_modules=[module(name) for name in ID["MODULES"]],
     cmdclass={"build_ext": Build},
 )

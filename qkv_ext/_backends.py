@@ -24,16 +24,6 @@ if TYPE_CHECKING:
     from qkv_ext._problem import Problem, Product, Rows
     from qkv_ext.rotary import RotaryProblem
 
-_COMPILED_MODULES = (
-    "_kernels",
-    "_matmul",
-    "_softmax",
-    "_rotary",
-    "_merge",
-    "_append",
-    "_attention",
-    "_step",
-)
 _FLOAT64 = np.dtype(np.float64)
 
 
@@ -159,11 +149,11 @@ def _load(required: bool) -> tuple[dict[str, Any], str]:
     """
     modules: dict[str, Any] = {}
     python, imports = _build.of_python(), _compiled_modules()
-    for name in _COMPILED_MODULES:
+    for name in _build.MODULES:
         full = f"qkv_ext.{name}"
         try:
             modules[name] = next(imports)
-            _build.check(modules, name == _COMPILED_MODULES[-1], python)
+            _build.check(modules, name == _build.MODULES[-1], python)
         except (ImportError, OSError, TypeError) as error:
             expected = False
             if isinstance(error, ModuleNotFoundError) and error.name == full:

@@ -25,14 +25,28 @@ from importlib.util import source_hash
 from pathlib import Path
 from typing import Any
 
+#: The compiled modules, in the order in which they are imported; _backends.py spells the imports.
+MODULES = (
+    "_kernels",
+    "_matmul",
+    "_softmax",
+    "_rotary",
+    "_merge",
+    "_append",
+    "_attention",
+    "_step",
+)
 SHARED = (  # patterns, from the root of the tree; src/*.c is what Cython makes
     "setup.py",
+    "qkv_ext/__init__.py",  # with the version: those of two releases never meet
     "qkv_ext/*.pxd",
     *(f"src/kernels/{name}.h" for name in ("build", "float_mode", "kernels", "pool")),
+    "src/kernels/storage.def",
 )
 OWN = {  # beside src/<module>.pyx
-    "kernels": ("src/kernels/*.c", "src/kernels/*.h", "src/kernels/*.def"),
-    "attention": ("src/*.pxd",),
+    "_kernels": ("src/kernels/*.c", "src/kernels/*.h", "src/kernels/*.def"),
+    "_append": ("src/contract.pxd",),
+    "_attention": ("src/*.pxd",),
 }
 CONTRACT = (
     "_arrays.py",
@@ -79,7 +93,7 @@ def of_tree(root: Path) -> str:
 
 def of_module(root: Path, name: str) -> tuple[str, list[Path]]:
     """The id of a build of a module, an identifier of C, and the files that it is compiled from."""
-    files = sources(root, f"src/{name}.pyx", *OWN.get(name, ()))
+    files = sources(root, f"src/{name[1:]}.pyx", *OWN.get(name, ()))
     return f"o{_hash(files)}_{of_tree(root)}", files
 
 

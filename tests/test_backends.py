@@ -13,11 +13,11 @@ from tolerance import assert_same_bits
 
 import qkv_ext
 from qkv_ext import _backends, _config, _threads
+from qkv_ext._build import MODULES
 
 sdpa = qkv_ext.scaled_dot_product_attention
 NAMES = qkv_ext.backends()
 COMPILED = NAMES[1:]
-MODULES = ("_kernels", "_matmul", "_softmax", "_rotary", "_merge", "_append", "_attention", "_step")
 needs_compiled = pytest.mark.skipif(not COMPILED, reason="nothing is compiled here")
 ORDER = ("numpy", "scalar", "neon", "avx2", "avx512")  #: slowest first
 

@@ -17,17 +17,8 @@ from copies import ALONE, CAUGHT, SERVED, USE, bare_copy, whole_copy
 
 import qkv_ext
 from qkv_ext import _build
+from qkv_ext._build import MODULES
 
-COMPILED = (
-    "_kernels",
-    "_matmul",
-    "_softmax",
-    "_rotary",
-    "_merge",
-    "_append",
-    "_attention",
-    "_step",
-)
 BUILT = sorted(Path(qkv_ext.__file__).parent.glob("_*.so"))
 needs_modules = pytest.mark.skipif(not BUILT, reason="nothing is compiled here")
 TREE = Path(__file__).resolve().parents[1]
@@ -71,7 +62,7 @@ def assert_numpy_serves(python, folder, said):
 
 
 @needs_modules
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", MODULES)
 def test_modules_of_two_builds(name, python, tmp_path):
     """G5 (pypa/setuptools#3510): an upgrade in place of which one module failed to compile."""
     folder = whole_copy(tmp_path)
@@ -151,12 +142,12 @@ def test_constants_that_are_spelt_twice(module, edit, said, python, tmp_path):
 )
 def test_modules_of_old_builds(modules, said, python, tmp_path):
     """G5: from before there were ids, or with functions that another build does not have."""
-    folder = bare_copy(tmp_path, **dict.fromkeys(COMPILED, "") | modules)
+    folder = bare_copy(tmp_path, **dict.fromkeys(MODULES, "") | modules)
     assert_numpy_serves(python, folder, said)
 
 
 def test_bug_of_type_error_is_not_swallowed(python, tmp_path):
-    folder = bare_copy(tmp_path, **dict.fromkeys(COMPILED, "") | {"_matmul": "len(3)"})
+    folder = bare_copy(tmp_path, **dict.fromkeys(MODULES, "") | {"_matmul": "len(3)"})
     assert "TypeError: object of type 'int'" in python(ALONE + USE, path=folder, ok=False)
 
 
@@ -188,15 +179,17 @@ def test_one_id_for_one_tree(tmp_path):
         ("src/kernels/product.h", {"_kernels"}),
         ("src/plan.pxd", {"_attention"}),
         ("src/merge.pyx", {"_merge"}),
-        ("src/kernels/kernels.h", set(COMPILED)),
-        ("qkv_ext/_problem.py", set(COMPILED)),
+        ("src/contract.pxd", {"_append", "_attention"}),
+        ("src/kernels/kernels.h", set(MODULES)),
+        ("src/kernels/storage.def", set(MODULES)),
+        ("qkv_ext/_problem.py", set(MODULES)),
     ],
 )
 def test_an_edit_makes_stale_what_sees_it(file, stale, tmp_path):
     """The id of a module, which setup.py compiles it anew by, and by what depends on what."""
 
     def ids():
-        return {name: _build.of_module(tmp_path, name[1:])[0] for name in COMPILED}
+        return {name: _build.of_module(tmp_path, name)[0] for name in MODULES}
 
     kept = shutil.ignore_patterns("*.so", "*.pyd", "__pycache__")
     for name in ("qkv_ext", "src"):
@@ -205,7 +198,7 @@ def test_an_edit_makes_stale_what_sees_it(file, stale, tmp_path):
     with (tmp_path / file).open("a") as text:
         text.write("\n")
     after = ids()
-    assert {name for name in COMPILED if after[name] != before[name]} == stale
+    assert {name for name in MODULES if after[name] != before[name]} == stale
 
 
 # ---- G6: fast floating point --------------------------------------------------------------------
@@ -328,11 +321,11 @@ def test_frozen_application_without_the_modules(python, tmp_path):
 
 def test_freezers_find_the_modules(tmp_path):
     """G7 (numpy/numpy#14141): by the import statements that they can read."""
-    folder = bare_copy(tmp_path, **dict.fromkeys(COMPILED, ""))
+    folder = bare_copy(tmp_path, **dict.fromkeys(MODULES, ""))
     (tmp_path / "program.py").write_text("import qkv_ext\n")
     finder = modulefinder.ModuleFinder([str(folder)], excludes=["numpy", "ml_dtypes"])
     finder.run_script(str(tmp_path / "program.py"))
-    assert {f"qkv_ext.{name}" for name in COMPILED} <= set(finder.modules)
+    assert {f"qkv_ext.{name}" for name in MODULES} <= set(finder.modules)
 
 
 @needs_tree
