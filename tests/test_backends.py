@@ -19,7 +19,7 @@ sdpa = qkv_ext.scaled_dot_product_attention
 NAMES = qkv_ext.backends()
 COMPILED = NAMES[1:]
 needs_compiled = pytest.mark.skipif(not COMPILED, reason="nothing is compiled here")
-ORDER = ("numpy", "scalar", "neon", "avx2", "avx512")  #: slowest first
+ORDER = ("numpy", *_backends.COMPILED_IN)  #: of isa.def, slowest first
 
 
 def test_names():

@@ -3,11 +3,11 @@
 
 #include <string.h>
 
-#define ISA(name) extern const qkv_kernels qkv_##name;
+#define ISA(name, ...) extern const qkv_kernels qkv_##name;
 #include "isa.def"
 #undef ISA
 
-#define ISA(name) &qkv_##name,
+#define ISA(name, ...) &qkv_##name,
 const qkv_kernels *const qkv_tables[] = {
 #include "isa.def"
 };
@@ -48,31 +48,40 @@ static uint64_t xgetbv(void) {
 }
 #endif
 
-/* The CPU may know instructions whose registers the operating system does not save, so both are
-   asked: CPUID for the instructions, XGETBV for the registers. */
-int qkv_runnable(const char *name) {
-    enum { XMM_YMM = 0x6, OPMASK_ZMM = 0xe0 };
-    uint32_t r[4], most, fma_f16c, avx2, avx512;
+/* What the CPU has by CPUID, and the registers that the operating system saves by XGETBV. */
+typedef struct {
+    uint32_t leaf1_ecx, leaf7_ebx;
     uint64_t saved;
-    if (!strcmp(name, "scalar")) return 1;
-    if (strstr(hidden, name)) return 0;
+} features;
+enum { FMA = 1 << 12, F16C = 1 << 29 };                             /* leaf1_ecx */
+enum { AVX2 = 1 << 5, BMI2 = 1 << 8 };                              /* leaf7_ebx */
+#define AVX512_F_DQ_BW_VL (1u << 16 | 1u << 17 | 1u << 30 | 1u << 31) /* too */
+enum { XMM_YMM = 0x6, OPMASK_ZMM = 0xe0 };                          /* saved */
+#define HAS(where, bits) ((cpu.where & (bits)) == (bits))
+
+static features ask(void) {
+    features cpu = {0};
+    uint32_t r[4], most;
     cpuid(0, r);
     most = r[0];
     cpuid(1, r);
-    if (most < 7 || !(r[2] & (1u << 27))) return 0; /* no leaf 7, or XGETBV not enabled */
-    fma_f16c = (r[2] & (1u << 12)) && (r[2] & (1u << 29));
-    saved = xgetbv();
+    if (most < 7 || !(r[2] & (1u << 27))) return cpu; /* no leaf 7, or XGETBV not enabled */
+    cpu.leaf1_ecx = r[2];
+    cpu.saved = xgetbv();
     cpuid(7, r);
-    avx2 = fma_f16c && (r[1] & (1u << 5)) && (saved & XMM_YMM) == XMM_YMM;
-    avx512 = (1u << 16) | (1u << 17) | (1u << 30) | (1u << 31) | (1u << 8); /* F DQ BW VL, BMI2 */
-    if (!strcmp(name, "avx2")) return avx2 != 0;
-    if (!strcmp(name, "avx512"))
-        return avx2 && (r[1] & avx512) == avx512 && (saved & OPMASK_ZMM) == OPMASK_ZMM;
-    return 0;
-}
-#else
-int qkv_runnable(const char *name) {
-    /* NEON is part of the 64-bit Arm baseline: where it was compiled, it runs. */
-    return !strcmp(name, "scalar") || (!strcmp(name, "neon") && !strstr(hidden, name));
+    cpu.leaf7_ebx = r[1];
+    return cpu;
 }
 #endif
+
+int qkv_runnable(const char *name) {
+#if QKV_X86_64
+    const features cpu = ask();
+#endif
+    if (strcmp(name, "scalar") && strstr(hidden, name)) return 0;
+#define ISA(set, runs)                                                                             \
+    if (!strcmp(name, #set)) return runs;
+#include "isa.def"
+#undef ISA
+    return 0;
+}
