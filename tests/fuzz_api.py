@@ -40,7 +40,8 @@ class Count:
         self.kernels = 0  # uses of compiled code so far
         for name in COMPILED:
             backend = _backends._TABLE[name]
-            counted = {x: self.counting(x, getattr(backend, x)) for x in backend._fields[2:]}
+            functions = {x: getattr(backend, x) for x in backend._fields[2:]}
+            counted = {x: self.counting(x, f) for x, f in functions.items() if callable(f)}
             _backends._TABLE[name] = backend._replace(**counted)
         _backends.DEFAULT = _backends._TABLE[_backends.DEFAULT.name]
 

@@ -1,4 +1,6 @@
-"""One random call of each public function, for fuzz_api.py: a new one is a function and a line.
+"""One random call of each public function, for fuzz_api.py.
+
+A new one is drawn as public_calls.py has it, until it has a function here that draws its arguments.
 
 Arguments are right ones; spoil() puts something else in the place of one.
 """
@@ -7,6 +9,7 @@ import math
 import pickle
 
 import numpy as np
+import public_calls
 from fuzz_arrays import HUGE, JUNK
 
 import qkv_ext
@@ -58,7 +61,7 @@ def spoil(draw, call):
     names = [*range(len(call.arguments)), *call.options]
     name = draw.choice(names) if names else 0
     place = call.arguments if isinstance(name, int) else call.options
-    if draw.one_in(3) and isinstance(name, int):
+    if names and draw.one_in(3) and isinstance(name, int):
         junk = grown(draw, place[name])
     if names:
         place[name] = junk
@@ -406,6 +409,12 @@ def trace(draw):
     return call
 
 
+def listed(draw):
+    """Any public call with the small arguments that the table of them has."""
+    function, given, kinds = draw.choice([*public_calls.CALLS.values()])
+    return Call(function, [], given, computes="backend" in kinds)
+
+
 def beyond(draw):
     """Sizes beyond any memory, of arguments that are right otherwise: MemoryError."""
     one = np.float32(1)
@@ -430,7 +439,7 @@ def beyond(draw):
 CALLS = (  #: each with how often it is drawn
     (attention, 40), (cached, 12), (varlen, 12), (matmul, 10), (linear, 10), (softmax, 9),
     (projected, 14), (decoding, 6), (merge, 1), (rotary, 1), (onnx_attention, 4), (onnx_rotary, 1),
-    (pack, 1), (trace, 1), (beyond, 1),
+    (pack, 1), (trace, 1), (listed, 2), (beyond, 1),
 )  # fmt: skip
 OFTEN = np.cumsum([often for _, often in CALLS])
 

@@ -1,4 +1,4 @@
-"""Every public call with small arguments, for tests of what arguments may be.
+"""Every public call with small arguments, for tests of what arguments may be, and for the fuzzer.
 
 CALLS has the function of each, its arguments, and the kinds of those that a test may change.
 """
@@ -62,12 +62,14 @@ def changed(method):
 
 
 CALLS = {  # the call, its arguments, and the kinds of those that are to be odd
-    "attention": (qkv_ext.scaled_dot_product_attention, {"q": Q, "k": Q, "v": Q},
-                  dict.fromkeys("qkv", "array") | ATTENTION | EXTRAS | {"layout": "choice"}),
-    "varlen": (qkv_ext.varlen_attention,
-               {"q": PACK, "k": PACK, "v": PACK, "cu_seqlens_q": [0, 3], "cu_seqlens_k": [0, 3]},
-               dict.fromkeys("qkv", "array") | PACKED
-               | {"cu_seqlens_q": "integers", "cu_seqlens_k": "integers", "return_lse": "switch"}),
+    "scaled_dot_product_attention": (
+        qkv_ext.scaled_dot_product_attention, {"q": Q, "k": Q, "v": Q},
+        dict.fromkeys("qkv", "array") | ATTENTION | EXTRAS | {"layout": "choice"}),
+    "varlen_attention": (
+        qkv_ext.varlen_attention,
+        {"q": PACK, "k": PACK, "v": PACK, "cu_seqlens_q": [0, 3], "cu_seqlens_k": [0, 3]},
+        dict.fromkeys("qkv", "array") | PACKED
+        | {"cu_seqlens_q": "integers", "cu_seqlens_k": "integers", "return_lse": "switch"}),
     "trace": (qkv_ext.trace, {"q": Q, "k": Q, "v": Q},
               dict.fromkeys("qkv", "array") | ATTENTION | {"layout": "choice"}),
     "attend": (lambda **given: cache().attend(**given), {"q": Q},

@@ -5,6 +5,8 @@ A new option is a change of this list, too; nothing is lost from it by accident.
 
 import inspect
 
+import public_calls
+
 import qkv_ext
 
 SIGNATURES = {
@@ -136,3 +138,9 @@ def test_annotations_have_a_meaning():
     """Those of the options are written in a module of their own."""
     for name, function in public():
         inspect.signature(function, eval_str=name != "KVCache")
+
+
+def test_every_function_is_called():
+    """By the tests of what arguments may be, and by the fuzzer."""
+    functions = {name for name in qkv_ext.__all__ if inspect.isfunction(getattr(qkv_ext, name))}
+    assert functions - set(public_calls.CALLS) == {"backends", "show_config"}
