@@ -11,6 +11,7 @@ import pytest
 
 import qkv_ext
 from qkv_ext import MultiHeadAttention, linear_projection, matmul, pack_weight, softmax
+from qkv_ext._options import PROJECTION
 
 sdpa = qkv_ext.scaled_dot_product_attention
 
@@ -356,9 +357,8 @@ LAYERS = [
      "kv.k, kv.v, w_q have different dtypes (kv.k float64, kv.v float64, w_q float32); "
      + cast("kv.k", "kv.v")),
     (lambda o: MHA(f32(5, 8), layout="blhd", **o), TypeError,
-     "MultiHeadAttention.__call__() got an unexpected keyword argument 'layout'; expected mask, "
-     "causal, align, scale, window, softcap, alibi_slopes, sinks, kv_lengths, q_lengths, "
-     "query_offset, key_offset, out, threads, backend"),
+     "MultiHeadAttention.__call__() got an unexpected keyword argument 'layout'; expected "
+     + ", ".join(PROJECTION)),
     (lambda o: MHA(f32(5, 8), mask=f32(3, 5, 5), **o), ValueError,
      "mask has shape (3, 5, 5); expected one that broadcasts to (2, 5, 5)"),
     (lambda o: MHA(f32(5, 8), mask=np.ones((5, 5), int), **o), TypeError,

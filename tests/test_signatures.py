@@ -9,14 +9,18 @@ import public_calls
 
 import qkv_ext
 
+#: The options of every attention call, and those that a padded one has beside them.
+VARLEN = (
+    "causal=False!, align='bottom-right'!, scale=None!, window=None!, softcap=None!, "
+    "alibi_slopes=None!, sinks=None!, kv_lengths=None!, "
+)
+OPTIONS = f"mask=None!, {VARLEN}q_lengths=None!, query_offset=None!, key_offset=0!, "
+LAST = "out=None!, threads=None!, backend=None!"
 SIGNATURES = {
     "KVCache": "batch, num_kv_heads, head_dim, v_dim=None, dtype='float32'!, _page=256!",
     "KVCache.append": "self, k, v, lengths=None",
     "KVCache.attend": (
-        "self, q, mask=None!, causal=False!, align='bottom-right'!, scale=None!, window=None!, "
-        "softcap=None!, alibi_slopes=None!, sinks=None!, kv_lengths=None!, q_lengths=None!, "
-        "query_offset=None!, key_offset=0!, layout='bhld'!, return_weights=False!, "
-        "return_lse=False!, out=None!, threads=None!, backend=None!"
+        f"self, q, {OPTIONS}layout='bhld'!, return_weights=False!, return_lse=False!, {LAST}"
     ),
     "KVCache.keys": "self, b",
     "KVCache.values": "self, b",
@@ -59,10 +63,7 @@ SIGNATURES = {
     "pack_weight": "w",
     "rotary_tables": "n, dim, base=10000.0!, scale=1.0!",
     "scaled_dot_product_attention": (
-        "q, k, v, mask=None!, causal=False!, align='bottom-right'!, scale=None!, window=None!, "
-        "softcap=None!, alibi_slopes=None!, sinks=None!, kv_lengths=None!, q_lengths=None!, "
-        "query_offset=None!, key_offset=0!, layout='bhld'!, return_weights=False!, "
-        "return_lse=False!, out=None!, threads=None!, backend=None!"
+        f"q, k, v, {OPTIONS}layout='bhld'!, return_weights=False!, return_lse=False!, {LAST}"
     ),
     "self_attention": (
         "x, w_q, w_k, w_v, w_o=None, num_heads=1!, num_kv_heads=None!, b_q=None!, b_k=None!, "
@@ -70,12 +71,7 @@ SIGNATURES = {
     ),
     "show_config": "file=None",
     "softmax": "x, axis=-1, out=None!, threads=None!, backend=None!",
-    "trace": (
-        "q, k, v, mask=None!, causal=False!, align='bottom-right'!, scale=None!, window=None!, "
-        "softcap=None!, alibi_slopes=None!, sinks=None!, kv_lengths=None!, q_lengths=None!, "
-        "query_offset=None!, key_offset=0!, layout='bhld'!, out=None!, threads=None!, "
-        "backend=None!"
-    ),
+    "trace": f"q, k, v, {OPTIONS}layout='bhld'!, {LAST}",
     "trace_cross": (
         "x_dec, x_enc, w_q, w_k, w_v, w_o=None, num_heads=1!, num_kv_heads=None!, b_q=None!, "
         "b_k=None!, b_v=None!, b_o=None!, **options"
@@ -84,19 +80,10 @@ SIGNATURES = {
         "x, w_q, w_k, w_v, w_o=None, num_heads=1!, num_kv_heads=None!, b_q=None!, b_k=None!, "
         "b_v=None!, b_o=None!, **options"
     ),
-    "varlen_attention": (
-        "q, k, v, cu_seqlens_q, cu_seqlens_k, causal=False!, align='bottom-right'!, scale=None!, "
-        "window=None!, softcap=None!, alibi_slopes=None!, sinks=None!, kv_lengths=None!, "
-        "return_lse=False!, out=None!, threads=None!, backend=None!"
-    ),
+    "varlen_attention": f"q, k, v, cu_seqlens_q, cu_seqlens_k, {VARLEN}return_lse=False!, {LAST}",
 }
 #: What the calls of a layer showed as **options is shown in full since.
-PROJECTION = (
-    "**options",
-    "mask=None!, causal=False!, align='bottom-right'!, scale=None!, window=None!, softcap=None!, "
-    "alibi_slopes=None!, sinks=None!, kv_lengths=None!, q_lengths=None!, query_offset=None!, "
-    "key_offset=0!, out=None!, threads=None!, backend=None!",
-)
+PROJECTION = ("**options", OPTIONS + LAST)
 
 
 def public():
