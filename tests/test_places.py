@@ -54,11 +54,11 @@ OPTION = {
          "        if (modifiers & QKV_BONUS) x = v_add(x, v_set1(row->bonus));\n"),
     ],
     "src/attention.pyx": [
-        ("    QKV_BFLOAT16, ", "QKV_BONUS, "),
-        ("    left, right, softcap, ", "bonus, "),
-        ("        call.row.modifiers |= QKV_SOFTCAP\n",
-         "    if bonus:\n        call.row.bonus = bonus\n"
-         "        call.row.modifiers |= QKV_BONUS\n"),
+        ("    LANES, PANEL, ", "QKV_BONUS, "),
+        ("    int left, right, softcap, ", "bonus, "),
+        ("        call.rules.row.modifiers |= QKV_SOFTCAP\n",
+         "    if rules[RULE.bonus]:\n        call.rules.row.bonus = rules[RULE.bonus]\n"
+         "        call.rules.row.modifiers |= QKV_BONUS\n"),
     ],
     "tests/cases.py": [('    "softcap": (None, 0.7, 20),\n', '    "bonus": (None, 0.5),\n')],
     "tests/oracle.py": [
