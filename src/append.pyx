@@ -68,7 +68,7 @@ cdef struct Call:
 
 cdef const char *encoded(const Call *call, const char *rows, Py_ssize_t stride, Py_ssize_t m,
                          Py_ssize_t n, char *memory, float *scales, Py_ssize_t *ld) noexcept nogil:
-    """m rows as entries of the storage type, ld bytes apart; and their scales, where it has some."""
+    """m rows as entries of the storage type, ld bytes apart, and their scales where it has some."""
     cdef Py_ssize_t r
     cdef char *entries = memory + call.floats
     ld[0] = stride

@@ -35,9 +35,9 @@ from libc.stdint cimport int64_t
 from libc.string cimport memset
 
 from qkv_ext._kernels cimport (
-    LANES, PANEL, QKV_BFLOAT16, QKV_FLOAT16, QKV_FLOAT32, QKV_SOFTCAP, TILE, free_order, new_order,
-    parallel_for, qkv_build, qkv_enter_float_mode, qkv_float_mode, qkv_leave_float_mode, qkv_run,
-    release, scratch, table, take_turn, wait_turn,
+    LANES, PANEL, QKV_BFLOAT16, QKV_FLOAT16, QKV_SOFTCAP, TILE, free_order, new_order, parallel_for,
+    qkv_build, qkv_enter_float_mode, qkv_float_mode, qkv_leave_float_mode, qkv_run, release,
+    scratch, table, take_turn, wait_turn,
 )
 
 from src.contract cimport (
