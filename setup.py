@@ -1,9 +1,9 @@
 """How the Cython modules of src/ are compiled; everything else is said in pyproject.toml.
 
-Each .pyx is a module of its own.  Only qkv_ext._kernels links the C files; the others reach
-them through the declarations of qkv_ext/_kernels.pxd.  Each holds the id of its build, which
-qkv_ext/_build.py explains.  Without a C compiler the install succeeds all the same, and the NumPy
-backend serves.
+Each .pyx is a module of qkv_ext._core.  Only _kernels links the C files; the others reach them
+through the declarations of qkv_ext/_core/_kernels.pxd.  Each holds the id of its build, which
+qkv_ext/_core/_build.py explains.  Without a C compiler the install succeeds all the same, and the
+NumPy backend serves.
 """
 
 import os
@@ -48,7 +48,7 @@ FAST = re.compile(
     re.VERBOSE,
 )
 INTEL = {"icx", "icpx", "icc"}  # whose floating point is fast unless they are told
-ID = runpy.run_path("qkv_ext/_build.py")  # by its path: the package itself needs NumPy
+ID = runpy.run_path("qkv_ext/_core/_build.py")  # by its path: the package itself needs NumPy
 
 
 def strict(command, dropped):
@@ -88,7 +88,7 @@ class Build(build_ext):
         if kind != "msvc" and not os.environ.get("CFLAGS"):
             flags = [*flags, *OPTIMISE]
         ext.extra_compile_args = flags
-        ext.cython_include_dirs = ["."]  # lets "from qkv_ext._kernels cimport ..." resolve
+        ext.cython_include_dirs = ["."]  # lets "from qkv_ext._core._kernels cimport ..." resolve
         super().build_extension(ext)
 
 
@@ -101,7 +101,7 @@ def module(name):
     required = os.environ.get("CIBUILDWHEEL") or asked == "1"
     build, files = ID["of_module"](Path(), name)
     return Extension(
-        f"qkv_ext.{name}",
+        f"qkv_ext._core.{name}",
         sources=[f"src/{name[1:]}.pyx", *c_files],
         depends=[*map(str, files), *(f"qkv_ext/{name}" for name in ID["CONTRACT"])],
         define_macros=[("QKV_BUILD", build)],

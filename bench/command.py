@@ -25,8 +25,8 @@ from bench.results import Results
 from bench.rivals import RIVALS, matching
 from bench.screen import Screen
 from bench.table import Table, cells, machine_lines, main_table, memory_table, notes
-from qkv_ext._program import INTERRUPTED, Parser, number, one_line
-from qkv_ext._threads import MOST
+from qkv_ext._core._program import INTERRUPTED, Parser, number, one_line
+from qkv_ext._core._threads import MOST
 
 ABOUT = """Measure qkv_ext against its rivals on this machine.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from qkv_ext._config import config
+from qkv_ext._core._config import config
 
 _SOURCE = Path(__file__).with_name("machine.c")
 BIG = 256 * 1024 * 1024  #: bytes that no cache here holds

@@ -11,7 +11,7 @@ import time
 import numpy as np
 
 import qkv_ext
-from qkv_ext._program import run
+from qkv_ext._core._program import run
 
 RUNS = 15
 SHAPES = {  # (B, H, Hkv, L, S, D), options

@@ -32,6 +32,6 @@ def show():
 
 
 if __name__ == "__main__":
-    from qkv_ext._program import run  # ends quietly where nobody reads on
+    from qkv_ext._core._program import run  # ends quietly where nobody reads on
 
     run(show)

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.random import default_rng
 
 import qkv_ext
-from qkv_ext._program import Parser, number, run
+from qkv_ext._core._program import Parser, number, run
 
 PROMPTS = {"en": "Alice was beginning to get very tired", "pt": "Capitu olhou para o mar e"}
 STORAGE = ("float32", "float16", "bfloat16", "int8")

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 import qkv_ext
-from qkv_ext._program import Parser, number, one_line, run
+from qkv_ext._core._program import Parser, number, one_line, run
 
 QUESTIONS = (
     "What happens when a number is divided by zero?",

@@ -1,8 +1,8 @@
 """Attention on the CPU for NumPy arrays: softmax(Q Kᵀ / √D) V, small, fast, exact about masks."""
 
-from qkv_ext._backends import PerformanceWarning, backends
-from qkv_ext._config import show_config
-from qkv_ext._packed import PackedWeight
+from qkv_ext._core._backends import PerformanceWarning, backends
+from qkv_ext._core._config import show_config
+from qkv_ext._core._packed import PackedWeight
 from qkv_ext.attention import alibi_slopes, scaled_dot_product_attention, varlen_attention
 from qkv_ext.cache import KVCache
 from qkv_ext.linear import linear_projection, matmul, pack_weight, softmax

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from qkv_ext._program import Parser, run
+from qkv_ext._core._program import Parser, run
 
 
 def main() -> None:

@@ -15,8 +15,8 @@ from numpy.random import default_rng  # a ^C while this loads is lost: better be
 from numpy.typing import NDArray
 
 import qkv_ext
-from qkv_ext._config import config
-from qkv_ext._threads import DEFAULT
+from qkv_ext._core._config import config
+from qkv_ext._core._threads import DEFAULT
 
 Array = NDArray[Any]
 

@@ -8,9 +8,9 @@ from typing import Any, Literal, Unpack, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv_ext import _backends, _check, _rules
-from qkv_ext._backends import default_backend
-from qkv_ext._options import (
+from qkv_ext._core import _backends, _check, _rules
+from qkv_ext._core._backends import default_backend
+from qkv_ext._core._options import (
     ATTENTION,
     EXTRAS,
     VARLEN,
@@ -24,8 +24,8 @@ from qkv_ext._options import (
     shows,
     take,
 )
-from qkv_ext._threads import threads_of
-from qkv_ext._unknown import refuse
+from qkv_ext._core._threads import threads_of
+from qkv_ext._core._unknown import refuse
 
 Array = NDArray[Any]
 

@@ -11,11 +11,12 @@ from typing import Any, Literal, Self, Unpack, overload
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from qkv_ext import _backends, _check_cache, _copies
-from qkv_ext._backends import default_backend
-from qkv_ext._options import ATTENTION, EXTRAS, Flag, LayoutOptions, No, Yes, shows, take
-from qkv_ext._store import Store
-from qkv_ext._threads import threads_of
+from qkv_ext._cache import _check_cache
+from qkv_ext._cache._store import Store
+from qkv_ext._core import _backends, _copies
+from qkv_ext._core._backends import default_backend
+from qkv_ext._core._options import ATTENTION, EXTRAS, Flag, LayoutOptions, No, Yes, shows, take
+from qkv_ext._core._threads import threads_of
 
 Array = NDArray[Any]
 

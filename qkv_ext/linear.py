@@ -6,11 +6,11 @@ from typing import Any, cast
 
 from numpy.typing import ArrayLike, NDArray
 
-from qkv_ext import _backends, _check
-from qkv_ext._arrays import FLOAT32
-from qkv_ext._backends import default_backend
-from qkv_ext._packed import PackedWeight
-from qkv_ext._threads import threads_of
+from qkv_ext._core import _backends, _check
+from qkv_ext._core._arrays import FLOAT32
+from qkv_ext._core._backends import default_backend
+from qkv_ext._core._packed import PackedWeight
+from qkv_ext._core._threads import threads_of
 
 Array = NDArray[Any]
 

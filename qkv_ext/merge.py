@@ -1,8 +1,6 @@
 """Attention over keys that were split: the parts' outputs and log-sum-exps make the whole.
 
-    lse = log Σ exp lse_n        output = Σ exp(lse_n - lse) output_n
-
-The formula is here for the NumPy backend and float64; src/merge.pyx has it for the others.
+lse = log Σ exp lse_n        output = Σ exp(lse_n - lse) output_n
 """
 
 from __future__ import annotations
@@ -13,8 +11,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv_ext import _arrays, _backends
-from qkv_ext._threads import threads_of
+from qkv_ext._core import _arrays, _backends
+from qkv_ext._core._threads import threads_of
 
 Array = NDArray[Any]
 
@@ -97,37 +95,10 @@ def merge_attention(
         merged: tuple[Array, Array] | None = plain(outputs, lses, threads_of(threads))
         if merged is not None:
             return merged
-    parts, logs, blhd, compiled = _checked(outputs, lses, layout, threads, backend)
-    if compiled is None:
-        return _merge(parts, logs, blhd)
+    parts, logs, blhd, compute = _checked(outputs, lses, layout, threads, backend)
     output, lse = np.empty(parts[0].shape, parts[0].dtype), np.empty(logs[0].shape, logs[0].dtype)
-    compiled(parts, logs, output, lse, blhd, threads_of(threads))
+    compute(parts, logs, output, lse, blhd, threads_of(threads))
     return output, lse
-
-
-def _merge(parts: list[Array], logs: list[Array], blhd: bool) -> tuple[Array, Array]:
-    """The formula in NumPy."""
-    with np.errstate(all="ignore"):  # exp of -inf is 0 and log of 0 is -inf, as meant
-        top = logs[0]
-        for each in logs[1:]:
-            top = np.maximum(top, each)
-        top = np.where(top == -np.inf, 0, top)  # -inf - (-inf) is no number
-        total = np.zeros_like(top)
-        for each in logs:
-            total += np.exp(each - top)
-        output = np.zeros(parts[0].shape, top.dtype)
-        for part, each in zip(parts, logs, strict=True):
-            # divided before it meets the part: the sum of large ones stays finite
-            weight = np.exp(each - top) / np.where(total == 0, 1, total)
-            # what an empty part holds is selected, not added, so that NaN cannot leak
-            empty = _along(each == -np.inf, blhd)
-            output += np.where(empty, 0, _along(weight, blhd) * part)
-        return output.astype(parts[0].dtype, copy=False), top + np.log(total)
-
-
-def _along(x: Array, blhd: bool) -> Array:
-    """(..., H, L) with the axes of an output: (..., H, L, 1), or (..., L, H, 1)."""
-    return (x.swapaxes(-1, -2) if blhd else x)[..., None]
 
 
 def _parts(given: Any, name: str) -> Any:
@@ -145,7 +116,7 @@ def _parts(given: Any, name: str) -> Any:
 
 def _checked(
     outputs: Any, lses: Any, layout: Any, threads: Any, backend: Any
-) -> tuple[list[Array], list[Array], bool, Callable[..., None] | None]:
+) -> tuple[list[Array], list[Array], bool, Callable[..., None]]:
     """Check a call of merge_attention: its parts, their layout, and what computes it."""
     blhd = _arrays.is_blhd(layout)
     outputs, lses = _parts(outputs, "outputs"), _parts(lses, "lses")
@@ -158,7 +129,7 @@ def _checked(
     logs = [_arrays.operand(x, f"lses[{n}]", 1) for n, x in enumerate(lses)]
     first = parts[0]
     _arrays.same_dtype(**{f"outputs[{n}]": x for n, x in enumerate(parts)})
-    compiled = _backends.choose(backend, first.dtype).merge
+    merge = _backends.choose(backend, first.dtype).merge
     threads_of(threads)
     if blhd and first.ndim < 4:
         raise ValueError(
@@ -183,4 +154,4 @@ def _checked(
                 f"lses[{n}] has dtype {log.dtype}; expected {compute}, in which {first.dtype} is "
                 f"computed: lses[{n}]{_arrays.cast_to(compute)}"
             )
-    return parts, logs, blhd, compiled
+    return parts, logs, blhd, merge

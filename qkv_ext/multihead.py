@@ -7,10 +7,11 @@ from typing import Any, Self, Unpack, overload
 
 from numpy.typing import ArrayLike, NDArray
 
-from qkv_ext import _backends, _copies, _forward, _layers, _state_dict
-from qkv_ext._options import PROJECTION, Flag, No, Options, Yes, shows, take
-from qkv_ext._packed import PackedWeight, split
-from qkv_ext._threads import threads_of
+from qkv_ext._core import _backends, _copies
+from qkv_ext._core._options import PROJECTION, Flag, No, Options, Yes, shows, take
+from qkv_ext._core._packed import PackedWeight, split
+from qkv_ext._core._threads import threads_of
+from qkv_ext._layers import _check_layer, _forward, _state_dict
 from qkv_ext.cache import KVCache
 from qkv_ext.linear import pack_weight
 from qkv_ext.projected import ProjectedKV, Weight
@@ -89,7 +90,9 @@ class MultiHeadAttention:
         num_heads: int,
         num_kv_heads: int | None = None,
     ) -> None:
-        layer = _layers.projections(w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads)
+        layer = _check_layer.projections(
+            w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads
+        )
         packed: dict[str, Any] = {
             part: w if w is None or isinstance(w, PackedWeight) else pack_weight(w)
             for part, w in layer.weights.items()
@@ -97,7 +100,7 @@ class MultiHeadAttention:
         own = not any(isinstance(layer.weights[part], PackedWeight) for part in "qkv")
         layer = layer._replace(weights=packed)
         if own and packed["q"].shape[0] == packed["k"].shape[0]:
-            layer = _layers.joined(layer)
+            layer = _check_layer.joined(layer)
         self._layer = layer
 
     @classmethod
@@ -139,7 +142,7 @@ class MultiHeadAttention:
         MultiHeadAttention(d_in=8, num_heads=2, num_kv_heads=1, head_dim=8, d_out=16,
                            w_o=False, biases=())
         """
-        w, b = _layers.fused(w_qkv, b_qkv, w_o, num_heads, num_kv_heads)
+        w, b = _check_layer.fused(w_qkv, b_qkv, w_o, num_heads, num_kv_heads)
         (w_q, w_k, w_v), (b_q, b_k, b_v) = w, b
         biases = {"b_q": b_q, "b_k": b_k, "b_v": b_v, "b_o": b_o}
         return cls(w_q, w_k, w_v, w_o, **biases, num_heads=num_heads, num_kv_heads=num_kv_heads)
@@ -253,7 +256,7 @@ class MultiHeadAttention:
         >>> kv.k.shape, mha(np.ones((1, 8), "f4"), kv=kv).shape
         ((2, 6, 4), (1, 8))
         """
-        array = _layers.sequence(context, "context", self._layer, "k")
+        array = _check_layer.sequence(context, "context", self._layer, "k")
         chosen = _backends.choose(backend, array.dtype)
         return _forward.project_kv(self._layer, array, chosen, threads_of(threads))
 
@@ -361,11 +364,11 @@ class MultiHeadAttention:
             if not isinstance(cache, KVCache):
                 raise TypeError(f"cache is a {type(cache).__name__}; expected a KVCache")
             return _forward.step(layer, x, cache, given, rotary, interleaved, rotary_dim)
-        tables = _layers.rotary(rotary, interleaved, rotary_dim, layer)
+        tables = _check_layer.rotary(rotary, interleaved, rotary_dim, layer)
         if kv is not None:
             if context is not None:
                 raise ValueError("context and kv are both given; expected one of them")
-            kv = ProjectedKV(*_layers.projected_kv(kv, layer))
+            kv = ProjectedKV(*_check_layer.projected_kv(kv, layer))
             return _forward.forward(layer, x, None, given, rotary=tables, kv=kv)
         if context is None:
             return _forward.forward(layer, x, x, given, rotary=tables)
@@ -388,12 +391,12 @@ class MultiHeadAttention:
         parts, joined = arguments[:10], arguments[10:] or (None,)
         mha = cls.__new__(cls)
         if joined[0] is None:
-            mha._layer = _layers.projections(*parts)
+            mha._layer = _check_layer.projections(*parts)
         else:
             weight, widths = joined[0]
             parts = (*split(weight, widths), *parts[3:])
-            layer = _layers.projections(*parts)
-            mha._layer = _layers.joined(layer, weight)
+            layer = _check_layer.projections(*parts)
+            mha._layer = _check_layer.joined(layer, weight)
         return mha
 
     def __repr__(self) -> str:

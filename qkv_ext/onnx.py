@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv_ext import _arrays, _backends, _problem, _rules
-from qkv_ext._arrays import array_of, cast_to
-from qkv_ext._threads import threads_of
+from qkv_ext._core import _arrays, _backends, _problem, _rules
+from qkv_ext._core._arrays import array_of, cast_to
+from qkv_ext._core._threads import threads_of
 from qkv_ext.attention import Options, scaled_dot_product_attention
 from qkv_ext.rotary import apply_rotary
 from qkv_ext.tracing import trace

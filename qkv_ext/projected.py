@@ -6,11 +6,11 @@ from typing import Any, Unpack, overload
 
 from numpy.typing import ArrayLike, NDArray
 
-from qkv_ext import _layers
-from qkv_ext._forward import forward
-from qkv_ext._layers import ProjectedKV
-from qkv_ext._options import PROJECTION, Flag, No, Options, Yes, shows, take
-from qkv_ext._packed import PackedWeight
+from qkv_ext._core._options import PROJECTION, Flag, No, Options, Yes, shows, take
+from qkv_ext._core._packed import PackedWeight
+from qkv_ext._layers import _check_layer
+from qkv_ext._layers._check_layer import ProjectedKV
+from qkv_ext._layers._forward import forward
 
 Array = NDArray[Any]
 Weight = ArrayLike | PackedWeight
@@ -119,7 +119,9 @@ def self_attention(
     A. Vaswani et al., "Attention Is All You Need" (2017), section 3.2.
     """
     given = take(options, "self_attention", PROJECTION, return_weights, return_lse)
-    layer = _layers.projections(w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads)
+    layer = _check_layer.projections(
+        w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads
+    )
     return forward(layer, x, x, given)
 
 
@@ -211,5 +213,7 @@ def cross_attention(
     A. Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3.
     """
     given = take(options, "cross_attention", PROJECTION, return_weights, return_lse)
-    layer = _layers.projections(w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads)
+    layer = _check_layer.projections(
+        w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads
+    )
     return forward(layer, x_dec, x_enc, given, ("x_dec", "x_enc"))

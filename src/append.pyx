@@ -14,7 +14,7 @@ from libc.string cimport memcpy, memset
 
 cimport cython
 
-from qkv_ext._kernels cimport (
+from qkv_ext._core._kernels cimport (
     PANEL, QKV_BFLOAT16, QKV_FLOAT16, QKV_FLOAT32, parallel_for, qkv_build, qkv_bytes,
     qkv_enter_float_mode, qkv_float_mode, qkv_kernels, qkv_leave_float_mode, qkv_numbers, qkv_run,
     qkv_scaled, release, scratch, table,
@@ -26,7 +26,7 @@ from src.contract cimport (
 
 import numpy
 
-from qkv_ext._kernels import storage
+from qkv_ext._core._kernels import storage
 
 BUILD = qkv_build.decode()
 

@@ -3,7 +3,7 @@
 
 from libc.stdint cimport uint8_t
 
-from qkv_ext._kernels cimport LANES, TILE, qkv_row, qkv_run
+from qkv_ext._core._kernels cimport LANES, TILE, qkv_row, qkv_run
 
 from src.types cimport Call, Leftover, Partial, Workspace
 

@@ -34,7 +34,7 @@ from libc.math cimport NAN, isnan, sqrt
 from libc.stdint cimport int64_t
 from libc.string cimport memset
 
-from qkv_ext._kernels cimport (
+from qkv_ext._core._kernels cimport (
     LANES, PANEL, QKV_BFLOAT16, QKV_FLOAT16, QKV_SOFTCAP, TILE, free_order, new_order, parallel_for,
     qkv_build, qkv_enter_float_mode, qkv_float_mode, qkv_leave_float_mode, qkv_run, release,
     scratch, table, take_turn, wait_turn,
@@ -57,9 +57,9 @@ import sys
 
 import numpy
 
-from qkv_ext import _build, _packed, _pages, _problem
-from qkv_ext._kernels import storage
-from qkv_ext._options import DEFAULT as NO_OPTIONS
+from qkv_ext._core import _build, _packed, _problem
+from qkv_ext._core._kernels import storage
+from qkv_ext._core._options import DEFAULT as NO_OPTIONS
 
 BUILD = qkv_build.decode()
 
@@ -91,13 +91,11 @@ cdef int compare(python, dict compiled) except -1:
 
 
 compare(_packed, {"PANEL": PANEL})
-compare(_pages, {
-    "TILE": TILE, "SLACK": LANES * sizeof(float), "K_ADDRESS": K_ADDRESS, "V_ADDRESS": V_ADDRESS,
-    "K_SCALE_ADDRESS": K_SCALE_ADDRESS, "V_SCALE_ADDRESS": V_SCALE_ADDRESS, "ADDRESSES": ADDRESSES,
-})
 compare(_problem, {
     "ITEM": ITEM, "Q_START": Q_START, "Q_LENGTH": Q_LENGTH, "Q_ROOM": Q_ROOM, "K_START": K_START,
     "K_LENGTH": K_LENGTH, "SHIFT": SHIFT, "COLUMNS": COLUMNS,
+    "TILE": TILE, "SLACK": LANES * sizeof(float), "K_ADDRESS": K_ADDRESS, "V_ADDRESS": V_ADDRESS,
+    "K_SCALE_ADDRESS": K_SCALE_ADDRESS, "V_SCALE_ADDRESS": V_SCALE_ADDRESS, "ADDRESSES": ADDRESSES,
 })
 
 

@@ -23,7 +23,7 @@ Which of this is done for a row depends on that row alone.
 from libc.math cimport NAN, isnan
 from libc.string cimport memcpy
 
-from qkv_ext._kernels cimport qkv_run
+from qkv_ext._core._kernels cimport qkv_run
 
 from src.types cimport (
     CLEAN, Call, DONE, EXACT, Leftover, PENDING, SCORES_ALONE, TO_SCORE, Task, Workspace,

@@ -13,7 +13,7 @@
 
 from libc.math cimport isfinite
 
-from qkv_ext._kernels cimport (
+from qkv_ext._core._kernels cimport (
     LANES, PANEL, QKV_FLOAT32, QKV_MINUS, QKV_PLUS, TILE, qkv_bytes, qkv_numbers, qkv_scaled,
 )
 

@@ -16,14 +16,14 @@ from libc.string cimport memcpy, memset
 
 cimport cython
 
-from qkv_ext._kernels cimport (
+from qkv_ext._core._kernels cimport (
     QKV_BFLOAT16, QKV_FLOAT16, QKV_FLOAT32, parallel_for, qkv_build, qkv_enter_float_mode,
     qkv_float_mode, qkv_kernels, qkv_leave_float_mode, qkv_run, release, scratch, stopped, table,
 )
 
 import numpy
 
-from qkv_ext._arrays import MOST as MOST_AXES
+from qkv_ext._core._arrays import MOST as MOST_AXES
 
 BUILD = qkv_build.decode()
 

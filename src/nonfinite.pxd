@@ -5,7 +5,7 @@ from libc.math cimport INFINITY, NAN
 from libc.stdint cimport uint8_t
 from libc.string cimport memset
 
-from qkv_ext._kernels cimport LANES, QKV_BIAS, QKV_KEEP, QKV_MINUS, TILE, qkv_row, stopped
+from qkv_ext._core._kernels cimport LANES, QKV_BIAS, QKV_KEEP, QKV_MINUS, TILE, qkv_row, stopped
 
 from src.types cimport Call, MET, PENDING, SEEN, Task, Workspace
 from src.rules cimport allowed, key_range

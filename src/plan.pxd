@@ -1,7 +1,7 @@
 # cython: language_level=3, cdivision=True
 """What is chosen from the shape of each item: blocks of query rows, splits of the keys, tasks."""
 
-from qkv_ext._kernels cimport TILE
+from qkv_ext._core._kernels cimport TILE
 
 from src.types cimport Call, FEW_ROWS, Item, SPLIT, Task, row_at
 

@@ -17,7 +17,7 @@ from libc.string cimport memcpy, memset
 
 cimport cython
 
-from qkv_ext._kernels cimport (
+from qkv_ext._core._kernels cimport (
     QKV_BFLOAT16, QKV_FLOAT16, QKV_FLOAT32, parallel_for, qkv_build, qkv_enter_float_mode,
     qkv_float_mode, qkv_kernels, qkv_leave_float_mode, qkv_prefetch, qkv_run, qkv_stream_end,
     stopped, table,
@@ -25,7 +25,7 @@ from qkv_ext._kernels cimport (
 
 import numpy
 
-from qkv_ext._arrays import MOST as MOST_AXES
+from qkv_ext._core._arrays import MOST as MOST_AXES
 
 BUILD = qkv_build.decode()
 
@@ -426,7 +426,7 @@ cdef class Rotary:
         self.isa = isa
 
     def compute(self, problem):
-        """Write problem.out, the rows of problem.x turned; see RotaryProblem in rotary.py."""
+        """Write problem.out, the rows of problem.x turned; see Rotation in _problem.py."""
         cdef Views v
         cdef int kind
         cdef qkv_float_mode found

@@ -5,7 +5,7 @@ from libc.math cimport INFINITY, NAN, exp, expf, isfinite, isnan, logf
 from libc.stdint cimport uint16_t, uint8_t
 from libc.string cimport memset
 
-from qkv_ext._kernels cimport (
+from qkv_ext._core._kernels cimport (
     QKV_BIAS, QKV_FLOAT32, QKV_KEEP, QKV_SLOPE, qkv_row, qkv_run, qkv_scaled, stopped,
 )
 

@@ -3,7 +3,7 @@
 
 from libc.math cimport INFINITY, isfinite
 
-from qkv_ext._kernels cimport QKV_BIAS, QKV_EXCLUDES, QKV_KEEP, qkv_magnitude, qkv_row
+from qkv_ext._core._kernels cimport QKV_BIAS, QKV_EXCLUDES, QKV_KEEP, qkv_magnitude, qkv_row
 
 from src.contract cimport ADDRESSES, K_SCALE_ADDRESS
 from src.types cimport (

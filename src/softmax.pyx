@@ -13,14 +13,14 @@ from cpython.buffer cimport (
 cimport cython
 from libc.math cimport INFINITY, isnan
 
-from qkv_ext._kernels cimport (
+from qkv_ext._core._kernels cimport (
     parallel_for, qkv_build, qkv_enter_float_mode, qkv_float_mode, qkv_kernels,
     qkv_leave_float_mode, qkv_run, stopped, table,
 )
 
 import numpy
 
-from qkv_ext._arrays import MOST as MOST_AXES
+from qkv_ext._core._arrays import MOST as MOST_AXES
 
 BUILD = qkv_build.decode()
 

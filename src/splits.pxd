@@ -5,7 +5,7 @@ are merged, from left to right.
 
 from libc.string cimport memcpy
 
-from qkv_ext._kernels cimport HARDLY_LARGER, qkv_correction, qkv_run
+from qkv_ext._core._kernels cimport HARDLY_LARGER, qkv_correction, qkv_run
 
 from src.types cimport (
     AS_IT_IS, Call, DONE, EXACT, Item, Leftover, PENDING, Partial, Task, Workspace,

@@ -13,13 +13,13 @@ from libc.string cimport memset
 
 cimport cython
 
-from qkv_ext._append cimport append_rows
-from qkv_ext._attention cimport attend_rows, is_simple
-from qkv_ext._kernels cimport (
+from qkv_ext._core._append cimport append_rows
+from qkv_ext._core._attention cimport attend_rows, is_simple
+from qkv_ext._core._kernels cimport (
     QKV_FLOAT32, qkv_build, qkv_enter_float_mode, qkv_float_mode, qkv_kernels,
     qkv_leave_float_mode, table,
 )
-from qkv_ext._matmul cimport plain_product
+from qkv_ext._core._matmul cimport plain_product
 
 import numpy
 
@@ -69,7 +69,7 @@ cdef inline bint readable(const Py_buffer *x) noexcept nogil:
 
 
 cdef bint take_tables(Tables *tables, rotary, interleaved, rotary_dim, Py_ssize_t d) except -1:
-    """False where the tables want a look from _layers.py."""
+    """False where the tables want a look from _check_layer.py."""
     cdef Py_ssize_t width = d
     if rotary is None:
         return interleaved is False and rotary_dim is None
@@ -129,7 +129,7 @@ cdef class Step:
               int threads):
         """(output, lengths, whether the scale of a key is large), or None where it wants a look.
 
-        layer is that of _layers.py; the rest is what the layer's call was given, unchecked.  pages
+        layer is that of _check_layer.py; the rest is what the layer's call was given, unchecked.  pages
         and until are of _store.py.  Nothing has changed if this fails: keys are written behind
         those that are there, and count when the caller keeps the lengths.
         """

@@ -4,7 +4,7 @@
 from libc.math cimport INFINITY
 from libc.string cimport memset
 
-from qkv_ext._kernels cimport (
+from qkv_ext._core._kernels cimport (
     LANES, PANEL, QKV_EXCLUDES, QKV_FLOAT32, TILE, qkv_prefetch, qkv_row, stopped,
 )
 

@@ -18,7 +18,7 @@ Part of attention.pyx, as the other .pxd here are: each one cimports those befor
 
 from libc.stdint cimport int64_t, uint8_t
 
-from qkv_ext._kernels cimport qkv_kernels, qkv_order, qkv_row, qkv_run
+from qkv_ext._core._kernels cimport qkv_kernels, qkv_order, qkv_row, qkv_run
 
 
 cdef enum:

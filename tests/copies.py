@@ -24,7 +24,7 @@ def bare_copy(tmp_path, **modules):
     """A folder with the package's Python files, and the given text as modules in place of C."""
     folder = whole_copy(tmp_path, "*.so", "*.pyd")
     for name, text in modules.items():
-        (folder / "qkv_ext" / f"{name}.py").write_text(text)
+        (folder / "qkv_ext" / "_core" / f"{name}.py").write_text(text)
     return folder
 
 

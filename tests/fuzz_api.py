@@ -25,7 +25,7 @@ import numpy as np
 from fuzz_arrays import HUGE, Draw
 
 import qkv_ext
-from qkv_ext import _backends
+from qkv_ext._core import _backends
 
 ALLOWED = (ValueError, TypeError, MemoryError)
 COMPILED = [name for name in qkv_ext.backends() if name != "numpy"]

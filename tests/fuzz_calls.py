@@ -14,7 +14,7 @@ from fuzz_arrays import HUGE, JUNK
 
 import qkv_ext
 import qkv_ext.onnx
-from qkv_ext._storage import ENTRIES
+from qkv_ext._cache._storage import ENTRIES
 
 last = ""  #: the latest call as text, for the report of a finding
 

@@ -5,8 +5,9 @@ import pytest
 from caches import STORAGE
 from cases import dtype_of
 
-from qkv_ext import KVCache, _backends
-from qkv_ext._storage import widen
+from qkv_ext import KVCache
+from qkv_ext._cache._storage import widen
+from qkv_ext._core import _backends
 
 F32 = np.finfo(np.float32)
 #: largest magnitudes of a row, for the scales of int8 and what 16 bits round to

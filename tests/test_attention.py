@@ -11,7 +11,7 @@ from pairwise import every_pair, pairs_of
 from tolerance import WAYS, allowed_error, assert_within, mask_in_float32, plain_attention
 
 import qkv_ext
-from qkv_ext._options import TRACE
+from qkv_ext._core._options import TRACE
 
 sdpa = qkv_ext.scaled_dot_product_attention
 every_case = pytest.mark.parametrize("case", CASES, ids=NAMES)

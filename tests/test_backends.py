@@ -12,8 +12,8 @@ from copies import ALONE, CAUGHT, SERVED, USE, bare_copy
 from tolerance import assert_same_bits
 
 import qkv_ext
-from qkv_ext import _backends, _config, _threads
-from qkv_ext._build import MODULES
+from qkv_ext._core import _backends, _config, _threads
+from qkv_ext._core._build import MODULES
 
 sdpa = qkv_ext.scaled_dot_product_attention
 NAMES = qkv_ext.backends()
@@ -259,7 +259,7 @@ def test_affinity(python):
     code = """
 import os
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
-from qkv_ext import _backends, _threads
+from qkv_ext._core import _backends, _threads
 print(_threads.DEFAULT)
 """
     assert python(code) == "1"
@@ -286,9 +286,9 @@ def test_installed_without_a_compiler_is_silent(python, tmp_path):
     """F6a (biopython/biopython#657): NumPy serves, and show_config() says why."""
     said = python(ALONE + USE, path=bare_copy(tmp_path))
     assert said.startswith(SERVED)
-    assert "compiled    nothing: qkv_ext._kernels was not built" in said
+    assert "compiled    nothing: qkv_ext._core._kernels was not built" in said
     error = python(ALONE + USE, path=tmp_path / "copy", ok=False, QKV_EXT_REQUIRE_C="1")
-    assert "ImportError: qkv_ext._kernels was not built" in error
+    assert "ImportError: qkv_ext._core._kernels was not built" in error
     error = python(ALONE + USE, path=tmp_path / "copy", ok=False, QKV_EXT_BACKEND="scalar")
     assert "ValueError: QKV_EXT_BACKEND is 'scalar'; runnable on this machine: numpy" in error
 
@@ -328,9 +328,9 @@ def test_module_that_does_not_load_warns_once(module, fault, python, tmp_path):
     assert served == SERVED
     assert count == "1"
     cause = FAULTS[fault].partition("'")[2].rstrip("')") or "No module named 'no_such"
-    assert warning.startswith(f"RuntimeWarning qkv_ext.{module} does not load: {cause}")
+    assert warning.startswith(f"RuntimeWarning qkv_ext._core.{module} does not load: {cause}")
     error = python(ALONE + USE, path=folder, ok=False, QKV_EXT_REQUIRE_C="1")
-    assert f"ImportError: qkv_ext.{module} does not load" in error
+    assert f"ImportError: qkv_ext._core.{module} does not load" in error
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -339,7 +339,7 @@ def test_one_missing_module_is_all_of_them(name, python, tmp_path):
     del modules[name]
     said = python(ALONE + USE, path=bare_copy(tmp_path, **modules))
     assert said.startswith(SERVED)
-    assert f"nothing: qkv_ext.{name} was not built" in said
+    assert f"nothing: qkv_ext._core.{name} was not built" in said
 
 
 def test_bug_in_a_module_is_not_swallowed(python, tmp_path):

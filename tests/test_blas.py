@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import qkv_ext
-from qkv_ext import _blas, _threads
+from qkv_ext._core import _blas, _threads
 
 sdpa = qkv_ext.scaled_dot_product_attention
 HERE = 6  #: threads that a library has before any call
@@ -244,7 +244,7 @@ def test_compiled_backends_leave_it_alone(compiled, library):
 SEEN = """
 import sys
 import numpy as np, qkv_ext
-from qkv_ext import _blas
+from qkv_ext._core import _blas
 x = np.ones((4, 8), "f4")
 numbers = []
 class Guard(_blas.Guard):
@@ -296,7 +296,7 @@ FORK = """
 import os, signal, threading, warnings
 from types import SimpleNamespace
 import numpy as np, qkv_ext
-from qkv_ext import _blas
+from qkv_ext._core import _blas
 
 warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
 libraries = [x for x in _blas.GUARD.libraries() if not _blas._per_thread(x)]

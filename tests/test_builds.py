@@ -16,10 +16,10 @@ import pytest
 from copies import ALONE, CAUGHT, SERVED, USE, bare_copy, whole_copy
 
 import qkv_ext
-from qkv_ext import _build
-from qkv_ext._build import MODULES
+from qkv_ext._core import _build
+from qkv_ext._core._build import MODULES
 
-BUILT = sorted(Path(qkv_ext.__file__).parent.glob("_*.so"))
+BUILT = sorted(Path(_build.__file__).parent.glob("_*.so"))
 needs_modules = pytest.mark.skipif(not BUILT, reason="nothing is compiled here")
 TREE = Path(__file__).resolve().parents[1]
 needs_tree = pytest.mark.skipif(not (TREE / "setup.py").is_file(), reason="no setup.py here")
@@ -29,7 +29,7 @@ AS_HERE = f"{qkv_ext.backends()} 12.0"
 
 
 def module_file(folder, name):
-    (file,) = (folder / "qkv_ext").glob(f"{name}.*.so")
+    (file,) = (folder / "qkv_ext" / "_core").glob(f"{name}.*.so")
     return file
 
 
@@ -55,7 +55,7 @@ def assert_numpy_serves(python, folder, said):
     """One warning that says so, and an error where that is forbidden."""
     warning, count, served, *_ = python(ALONE + CAUGHT + USE, path=folder).splitlines()
     assert (served, count) == (SERVED, "1")
-    assert re.match(f"RuntimeWarning qkv_ext.{said}", warning), warning
+    assert re.match(rf"RuntimeWarning qkv_ext\._core\.{said}", warning), warning
     assert "pip install --force-reinstall" in warning
     error = python(ALONE + USE, path=folder, ok=False, QKV_EXT_REQUIRE_C="1")
     assert re.search(f"ImportError: qkv_ext.{said}", error), error
@@ -86,7 +86,7 @@ def test_python_files_newer_than_the_modules(name, python, tmp_path):
 def test_changes_that_need_no_build(python, tmp_path):
     """Newlines are git's, and a file that says nothing of what the modules are given is free."""
     folder = whole_copy(tmp_path)
-    for file in (folder / "qkv_ext").glob("*.py"):
+    for file in (folder / "qkv_ext").rglob("*.py"):
         file.write_bytes(file.read_bytes().replace(b"\r\n", b"\n").replace(b"\n", b"\r\n"))
     with (folder / "qkv_ext" / "tracing.py").open("a") as file:
         file.write("NEWER = True\n")
@@ -98,7 +98,7 @@ def test_without_the_text_of_the_python_files(python, tmp_path):
     """An application that ships bytecode alone: what is not there is not compared."""
     folder = whole_copy(tmp_path)
     assert compileall.compile_dir(folder, quiet=1, legacy=True)
-    for file in (folder / "qkv_ext").glob("*.py"):
+    for file in (folder / "qkv_ext").rglob("*.py"):
         file.unlink()
     assert python(USE, path=folder).startswith(AS_HERE)
     of_another_build(folder, "_softmax")
@@ -109,19 +109,19 @@ def test_without_the_text_of_the_python_files(python, tmp_path):
 @pytest.mark.parametrize(
     ("module", "edit", "said"),
     [
-        ("_problem", "Q_START, ITEM = ITEM, Q_START", "ITEM is 0 .*compiled and 1 in"),
-        ("_problem", "COLUMNS += 1", "COLUMNS is 7 .*compiled and 8 in"),
-        ("_pages", "V_ADDRESS = K_ADDRESS", "V_ADDRESS is 1 .*compiled and 0 in"),
-        ("_pages", "SLACK = 32", "SLACK is 64 .*compiled and 32 in"),
-        ("_packed", "PANEL = 32", "PANEL is 64 .*compiled and 32 in"),
+        ("_core._problem", "Q_START, ITEM = ITEM, Q_START", "ITEM is 0 .*compiled and 1 in"),
+        ("_core._problem", "COLUMNS += 1", "COLUMNS is 7 .*compiled and 8 in"),
+        ("_core._problem", "V_ADDRESS = K_ADDRESS", "V_ADDRESS is 1 .*compiled and 0 in"),
+        ("_core._problem", "SLACK = 32", "SLACK is 64 .*compiled and 32 in"),
+        ("_core._packed", "PANEL = 32", "PANEL is 64 .*compiled and 32 in"),
     ],
 )
 def test_constants_that_are_spelt_twice(module, edit, said, python, tmp_path):
     """An edit of what Python and the compiled modules both count on, in one of them alone."""
     folder = whole_copy(tmp_path)
-    with (folder / "qkv_ext" / f"{module}.py").open("a") as file:
+    with (folder / "qkv_ext" / f"{module.replace('.', '/')}.py").open("a") as file:
         file.write(f"\n{edit}\n")
-    without_text(folder / "qkv_ext" / "_storage.py")  # or the ids would tell
+    without_text(folder / "qkv_ext" / "_cache" / "_storage.py")  # or the ids would tell
     assert_numpy_serves(python, folder, f"_attention does not load: {said} qkv_ext.{module};")
 
 
@@ -163,7 +163,12 @@ def test_one_id_for_one_tree(tmp_path):
     (tmp_path / "setup.py").write_bytes((TREE / "setup.py").read_bytes().replace(b"\n", b"\r\n"))
     build = _build.of_tree(TREE)
     assert _build.of_tree(tmp_path) == build
-    for name in ("setup.py", "qkv_ext/_kernels.pxd", "src/kernels/pool.h", "qkv_ext/_rules.py"):
+    for name in (
+        "setup.py",
+        "qkv_ext/_core/_kernels.pxd",
+        "src/kernels/pool.h",
+        "qkv_ext/_core/_rules.py",
+    ):
         with (tmp_path / name).open("a") as file:
             file.write("\n")
         assert _build.of_tree(tmp_path) != build
@@ -182,7 +187,7 @@ def test_one_id_for_one_tree(tmp_path):
         ("src/contract.pxd", {"_append", "_attention"}),
         ("src/kernels/kernels.h", set(MODULES)),
         ("src/kernels/storage.def", set(MODULES)),
-        ("qkv_ext/_problem.py", set(MODULES)),
+        ("qkv_ext/_core/_problem.py", set(MODULES)),
     ],
 )
 def test_an_edit_makes_stale_what_sees_it(file, stale, tmp_path):
@@ -299,7 +304,7 @@ def test_import_from_an_archive(python, tmp_path):
     assert said.startswith(SERVED)
     assert f"qkv_ext is imported from the zip archive {archive}" in said
     error = python(ALONE + USE, path=archive, ok=False, QKV_EXT_REQUIRE_C="1")
-    assert "ImportError: qkv_ext._kernels cannot be loaded" in error
+    assert "ImportError: qkv_ext._core._kernels cannot be loaded" in error
 
 
 @needs_modules
@@ -309,14 +314,16 @@ def test_modules_in_an_archive(python, tmp_path):
         ALONE + CAUGHT + USE, path=zipped(whole_copy(tmp_path))
     ).splitlines()
     assert (served, count) == (SERVED, "1")
-    assert warning.startswith("RuntimeWarning qkv_ext._kernels cannot be loaded: ")
+    assert warning.startswith("RuntimeWarning qkv_ext._core._kernels cannot be loaded: ")
 
 
 def test_frozen_application_without_the_modules(python, tmp_path):
     """G7 (pyinstaller/pyinstaller#1674): no compiler is blamed."""
     said = python(ALONE + "sys.frozen = True\n" + USE, path=bare_copy(tmp_path))
     assert said.startswith(SERVED)
-    assert "nothing: qkv_ext._kernels is not in this frozen application: it was not coll" in said
+    assert (
+        "nothing: qkv_ext._core._kernels is not in this frozen application: it was not coll" in said
+    )
 
 
 def test_freezers_find_the_modules(tmp_path):
@@ -325,7 +332,7 @@ def test_freezers_find_the_modules(tmp_path):
     (tmp_path / "program.py").write_text("import qkv_ext\n")
     finder = modulefinder.ModuleFinder([str(folder)], excludes=["numpy", "ml_dtypes"])
     finder.run_script(str(tmp_path / "program.py"))
-    assert {f"qkv_ext.{name}" for name in MODULES} <= set(finder.modules)
+    assert {f"qkv_ext._core.{name}" for name in MODULES} <= set(finder.modules)
 
 
 @needs_tree

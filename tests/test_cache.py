@@ -16,7 +16,8 @@ from caches import STORAGE, Model, filled, held, stored
 from tolerance import assert_same, assert_same_bits
 
 import qkv_ext
-from qkv_ext import KVCache, _pages
+from qkv_ext import KVCache
+from qkv_ext._cache import _pages
 
 sdpa = qkv_ext.scaled_dot_product_attention
 

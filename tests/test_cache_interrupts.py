@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import qkv_ext
-from qkv_ext import _pages, _store
+from qkv_ext._cache import _pages, _store
 
 KVCache = qkv_ext.KVCache
 FILES = {_store.__file__, _pages.__file__}

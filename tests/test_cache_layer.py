@@ -12,7 +12,8 @@ from cases import dtype_of
 from tolerance import assert_same_bits
 
 import qkv_ext
-from qkv_ext import KVCache, MultiHeadAttention, _backends
+from qkv_ext import KVCache, MultiHeadAttention
+from qkv_ext._core import _backends
 
 H, HKV, D, DV, WIDTH = 4, 2, 8, 6, 20
 TABLES = qkv_ext.rotary_tables(400, D)
@@ -193,7 +194,7 @@ def test_a_failed_call_leaves_the_cache(rng):
 
 def test_a_failure_in_the_last_product(rng, monkeypatch):
     """The cache is as it was also where W_O fails, after everything else."""
-    from qkv_ext import _forward
+    from qkv_ext._layers import _forward
 
     mha, x = layer(rng), rng.standard_normal((1, 300, WIDTH), np.float32)
     cache = KVCache(1, HKV, D, DV)

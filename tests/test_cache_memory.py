@@ -9,7 +9,8 @@ import pytest
 from caches import filled, held
 from tolerance import assert_same_bits
 
-from qkv_ext import KVCache, _pages
+from qkv_ext import KVCache
+from qkv_ext._cache import _pages
 
 
 def rows(rng, *shape):

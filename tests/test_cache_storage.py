@@ -10,7 +10,8 @@ from cases import dtype_of
 from tolerance import assert_same_bits, largest
 
 import qkv_ext
-from qkv_ext import KVCache, _pages, _storage
+from qkv_ext import KVCache
+from qkv_ext._cache import _pages, _storage
 
 F32 = np.finfo(np.float32)
 EDGES = np.float32(
@@ -246,7 +247,7 @@ def test_int8_scores_beyond_float32(length, n, backend, rng):
 
 def test_what_is_compiled_has_the_same_types():
     """storage.def and _storage.py, in one order."""
-    kernels = pytest.importorskip("qkv_ext._kernels")
+    kernels = pytest.importorskip("qkv_ext._core._kernels")
     ours = {name: (place, kind.entries.itemsize * 8, kind.scaled)
             for place, (name, kind) in enumerate(_storage._STORAGE.items())}  # fmt: skip
     assert kernels.storage() == ours

@@ -11,7 +11,7 @@ import pytest
 
 import qkv_ext
 from qkv_ext import MultiHeadAttention, linear_projection, matmul, pack_weight, softmax
-from qkv_ext._options import PROJECTION
+from qkv_ext._core._options import PROJECTION
 
 sdpa = qkv_ext.scaled_dot_product_attention
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import qkv_ext
-from qkv_ext import _check
+from qkv_ext._core import _check
 
 #: of no literal's own: what a caller has read from a file is another object of the same value
 ALIGN, LAYOUT = "".join(["bottom", "-right"]), "".join(["bh", "ld"])

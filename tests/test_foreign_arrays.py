@@ -209,7 +209,7 @@ def test_pairs_of_arrays(backend):
 
 
 def test_nothing_is_copied():
-    from qkv_ext._arrays import array_of
+    from qkv_ext._core._arrays import array_of
 
     x = np.ones((3, 4), np.float32)
     for way in ("__array__", "__array_interface__", "DLPack", "no DLPack", "buffer"):
@@ -268,7 +268,7 @@ def test_bfloat16_is_a_view(a_torch, backend, rng):
     actual = sdpa(tensor(q), tensor(k), tensor(v), mask=tensor(mask), backend=backend)
     assert actual.dtype == bfloat16
     assert_equal(actual.view(np.int16), expected.view(np.int16))
-    from qkv_ext._arrays import array_of
+    from qkv_ext._core._arrays import array_of
 
     assert np.shares_memory(array_of(tensor(q), "q"), q)
 

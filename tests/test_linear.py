@@ -7,7 +7,7 @@ import pytest
 from tolerance import WAYS, allowed_error, assert_same, assert_same_bits, assert_within, largest
 
 import qkv_ext
-from qkv_ext import _numpy
+from qkv_ext._core import _numpy
 
 matmul, linear, softmax = qkv_ext.matmul, qkv_ext.linear_projection, qkv_ext.softmax
 F32 = np.finfo(np.float32)
@@ -306,7 +306,7 @@ def test_softmax_reads_any_array(backend, rng):
 
 def test_exp(compiled):
     """D6 (sonos/tract#2677, ggml-org/llama.cpp#7154): 4 ulp, on every instruction set."""
-    from qkv_ext import _kernels
+    from qkv_ext._core import _kernels
 
     isa = _kernels.compiled().index(compiled)
     x = np.linspace(-104, 43, 3_000_001, dtype=np.float32)  # a softmax needs none above 0, tanh 20
@@ -324,7 +324,7 @@ def test_exp(compiled):
 
 def test_exp_of_special_values(compiled):
     """D6: exactly 0 for -inf, NaN for NaN in whatever lane, 1 for zeros."""
-    from qkv_ext import _kernels
+    from qkv_ext._core import _kernels
 
     isa = _kernels.compiled().index(compiled)
     special = ((-INF, 0), (NAN, NAN), (0.0, 1), (-0.0, 1), (-200, 0), (-1e30, 0))
@@ -347,7 +347,7 @@ def test_exp_of_special_values(compiled):
 
 def test_tanh(compiled):
     """Softcap's tanh: 4 ulp on every instruction set, near 0 too, and never above 1."""
-    from qkv_ext import _kernels
+    from qkv_ext._core import _kernels
 
     isa = _kernels.compiled().index(compiled)
     x = np.concatenate([
@@ -373,7 +373,7 @@ def test_tanh(compiled):
 
 
 def test_tanh_of_special_values(compiled):
-    from qkv_ext import _kernels
+    from qkv_ext._core import _kernels
 
     isa = _kernels.compiled().index(compiled)
     special = ((INF, 1), (-INF, -1), (NAN, NAN), (0.0, 0), (-0.0, 0), (1e30, 1), (-100, -1))

@@ -19,7 +19,7 @@ pytestmark = [
 
 #: file: pairs of a text that is there once, and of what comes behind it
 OPTION = {
-    "qkv_ext/_options.py": [
+    "qkv_ext/_core/_options.py": [
         ('"""Scores become softcap · tanh(score / softcap)."""\n',
          '    bonus: float | None\n    """Is added to each score."""\n'),
         ("    softcap: Any = None\n", "    bonus: Any = None\n"),
@@ -31,17 +31,17 @@ OPTION = {
          "    bonus : float, optional\n        Is added to each score.\n"),
         ("        mask, causal, align, scale, window, softcap, ", "bonus, "),
     ],
-    "qkv_ext/_problem.py": [
+    "qkv_ext/_core/_problem.py": [
         ("    softcap: float = 0.0  # 0 is off\n", "    bonus: float = 0.0\n"),
     ],
-    "qkv_ext/_rules.py": [
-        ("    rules = new(Rules, (left, right, softcap, ", "float(given.bonus or 0), "),
+    "qkv_ext/_core/_rules.py": [
+        ("    return Rules(left=left, right=right, softcap=cap, ", "bonus=given.bonus or 0.0, "),
     ],
-    "qkv_ext/_numpy.py": [
+    "qkv_ext/_core/_numpy.py": [
         ("        scores = cap * np.tanh(scores / cap)\n",
          "    if rules.bonus:\n        scores = scores + scores.dtype.type(rules.bonus)\n"),
     ],
-    "qkv_ext/_kernels.pxd": [
+    "qkv_ext/_core/_kernels.pxd": [
         ("        QKV_SOFTCAP\n", "        QKV_BONUS\n"),
         ("        float softcap\n", "        float bonus\n"),
     ],
@@ -76,7 +76,7 @@ STORAGE = {
          'STORAGE(BRIEF, "brief", 16, 0, v_from_half, v_to_half)\n'
          'STORAGE(EIGHT, "eight", 8, 1, v_from_int8, )\n'),
     ],
-    "qkv_ext/_storage.py": [
+    "qkv_ext/_cache/_storage.py": [
         ('    "int8": Storage(np.dtype(np.int8), True, _int8, _wide),\n',
          '    "brief": Storage(np.dtype(np.float16), False, _float16, _wide),\n'
          '    "eight": Storage(np.dtype(np.int8), True, _int8, _wide),\n'),
@@ -111,7 +111,7 @@ def double(x: Any) -> Array:
 '''
 FUNCTION = {
     "qkv_ext/linear.py": [
-        ("from qkv_ext import _backends, _check\n", "from qkv_ext import _arrays\n"),
+        ("from qkv_ext._core import _backends, _check\n", "from qkv_ext._core import _arrays\n"),
         ("Array = NDArray[Any]\n", DOUBLE),
         ("__all__ = [", '"double", '),
     ],

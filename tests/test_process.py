@@ -427,7 +427,7 @@ signal.setitimer(signal.ITIMER_REAL, 0)
 
 # ---- what was built -----------------------------------------------------------------------------
 
-BUILT = sorted(Path(qkv_ext.__file__).parent.glob("*.so"))
+BUILT = sorted(Path(qkv_ext.__file__).parent.rglob("*.so"))
 
 
 def said_by(*command):

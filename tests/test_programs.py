@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT
 
 import qkv_ext
-from qkv_ext import _config, _program
+from qkv_ext._core import _config, _program
 
 CLONE = Path(__file__).resolve().parents[1]
 DEMO = ["-m", "qkv_ext"]
@@ -25,7 +25,8 @@ PROGRAMS = {"demo": DEMO, "bench": BENCH, "article": ARTICLE, "generate": GENERA
 ENCODINGS = ("ascii", "cp1252", "cp437", "cp932", "ascii:strict", "latin-1:surrogateescape")
 #: A walk that takes no time, as a program: what comes before is run in the same interpreter.
 QUICK = """
-from qkv_ext import __main__, _demo, _program
+from qkv_ext import __main__, _demo
+from qkv_ext._core import _program
 _demo.CASES, _demo.SECONDS = _demo.CASES[:1], 0
 _program.run(__main__.main)
 """

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from tolerance import assert_same_bits
 
-from qkv_ext import _backends, apply_rotary, rotary_tables
-from qkv_ext.rotary import RotaryProblem
+from qkv_ext import apply_rotary, rotary_tables
+from qkv_ext._core import _backends
+from qkv_ext._core._problem import Rotation
 
 EPS = float(np.finfo(np.float32).eps)
 
@@ -483,8 +484,8 @@ def test_queries_and_keys_in_one_run(interleaved, length, dtype, compiled, rng):
     )
     out = np.empty(q.shape, q.dtype)
     _backends.choose(compiled, None).rotary.__self__.step(
-        RotaryProblem(q, cos, sin, at, interleaved, out, 2),
-        RotaryProblem(k, cos, sin, None, interleaved, k, 2),
+        Rotation(q, cos, sin, at, interleaved, out, 2),
+        Rotation(k, cos, sin, None, interleaved, k, 2),
     )
     assert_same_bits(out, right[0])
     assert_same_bits(np.ascontiguousarray(k), right[1])

@@ -331,7 +331,7 @@ def test_every_instruction_set_is_tested():
     if "QKV_EXT_BACKEND" not in os.environ:
         assert here == BACKENDS
     if len(here) > 1:
-        from qkv_ext import _kernels
+        from qkv_ext._core import _kernels
 
         assert here[1:] == _kernels.runnable()
         assert set(here[1:]) <= set(_kernels.compiled())

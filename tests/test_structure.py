@@ -8,6 +8,17 @@ from conftest import ROOT
 PACKAGE = ROOT / "qkv_ext"
 
 
+FOLDERS = ("_core", "_cache", "_layers", "")  #: each knows those before it; "" is what is public
+
+
+def name_of(path):
+    """Of a module, from the package on: "_core._rules", "cache"."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+MODULES = {name_of(path): path for path in PACKAGE.rglob("*.py") if path.stem != "__init__"}
+
+
 def imports(path):
     """The modules of the package that one imports, wherever in it, but not for types alone."""
     found, types_alone = set(), set()
@@ -17,22 +28,19 @@ def imports(path):
         if id(node) in types_alone:
             continue
         if isinstance(node, ast.ImportFrom) and node.module:
-            package, _, module = node.module.partition(".")
-            if package == "qkv_ext":
-                found |= {module} if module else {name.name for name in node.names}
+            full = [f"{node.module}.{name.name}" for name in node.names] + [node.module]
         elif isinstance(node, ast.Import):
-            found |= {
-                name.name.partition(".")[2]
-                for name in node.names
-                if name.name.startswith("qkv_ext.")
-            }
+            full = [name.name for name in node.names]
+        else:
+            continue
+        found |= {name.removeprefix("qkv_ext.") for name in full} & MODULES.keys()
     return found
 
 
 def test_no_module_imports_itself_through_others():
-    graph = {path.stem: imports(path) for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
-    assert graph["attention"] >= {"_backends", "_check"}  # it is read at all
-    assert "_numpy" in graph["_backends"]
+    graph = {name: imports(path) for name, path in MODULES.items()}
+    assert graph["attention"] >= {"_core._backends", "_core._check"}  # it is read at all
+    assert "_core._numpy" in graph["_core._backends"]
 
     def walk(module, path):
         assert module not in path, " -> ".join((*path, module))
@@ -43,8 +51,15 @@ def test_no_module_imports_itself_through_others():
         walk(module, ())
 
 
+def test_folders_know_each_other_one_way():
+    for name, path in MODULES.items():
+        own = FOLDERS.index(name.rpartition(".")[0])
+        for other in imports(path):
+            assert FOLDERS.index(other.rpartition(".")[0]) <= own, f"{name} imports {other}"
+
+
 def test_what_a_call_is_imports_nothing_of_the_package():
-    assert imports(PACKAGE / "_problem.py") == set()
+    assert imports(MODULES["_core._problem"]) == set()
 
 
 def test_cython_files_know_each_other_one_way():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from qkv_ext import _config, _threads
+from qkv_ext._core import _config, _threads
 
 TWO = b"200000 100000\n"  #: two CPUs, as cpu.max says it
 MANY = b"9" * 5000  #: more digits than int() takes
@@ -109,7 +109,7 @@ def test_any_bytes_in_any_locale(locale, python, tmp_path):
     assert threads(tmp_path, files) == 2
     code = f"""
 import pathlib
-from qkv_ext import _config, _threads
+from qkv_ext._core import _config, _threads
 print(_threads.default_threads({{}}, pathlib.Path({str(tmp_path)!r}), 8)[0])
 cpuinfo = pathlib.Path({str(tmp_path)!r}, "cpuinfo")
 cpuinfo.write_bytes(b"model name\\t: name\\xff\\n")

@@ -130,7 +130,7 @@ def test_affinity_of_one_cpu(python):
 import os
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 import numpy as np, qkv_ext
-from qkv_ext import _threads
+from qkv_ext._core import _threads
 assert _threads.DEFAULT == 1, _threads.DEFAULT
 count = lambda: len(os.listdir("/proc/self/task"))
 before = count()

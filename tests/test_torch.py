@@ -13,7 +13,7 @@ import pytest
 from public_calls import arrays, assert_equal, named
 
 import qkv_ext
-from qkv_ext._arrays import array_of
+from qkv_ext._core._arrays import array_of
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("expecttest")  # what torch.testing._internal needs

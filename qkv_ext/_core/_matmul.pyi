@@ -1,7 +1,7 @@
 from typing_extensions import disjoint_base
 
-from qkv_ext._arrays import Array
-from qkv_ext._problem import Product as Problem
+from qkv_ext._core._arrays import Array
+from qkv_ext._core._problem import Product as Problem
 
 BUILD: str
 MOST_AXES: int

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv_ext._unknown import refuse
+from qkv_ext._core._unknown import refuse
 
 F = TypeVar("F", bound=Callable[..., Any])
 No: TypeAlias = Literal[False]

@@ -25,7 +25,7 @@ from importlib.util import source_hash
 from pathlib import Path
 from typing import Any
 
-#: The compiled modules, in the order in which they are imported; _backends.py spells the imports.
+#: The compiled modules here, in the order in which they are imported; _backends.py spells that out.
 MODULES = (
     "_kernels",
     "_matmul",
@@ -39,7 +39,7 @@ MODULES = (
 SHARED = (  # patterns, from the root of the tree; src/*.c is what Cython makes
     "setup.py",
     "qkv_ext/__init__.py",  # with the version: those of two releases never meet
-    "qkv_ext/*.pxd",
+    "qkv_ext/_core/*.pxd",
     *(f"src/kernels/{name}.h" for name in ("build", "float_mode", "kernels", "pool")),
     "src/kernels/storage.def",
 )
@@ -49,17 +49,15 @@ OWN = {  # beside src/<module>.pyx
     "_attention": ("src/*.pxd",),
 }
 CONTRACT = (
-    "_arrays.py",
-    "_backends.py",
-    "_check.py",
-    "_packed.py",
-    "_pages.py",
-    "_problem.py",
-    "_rules.py",
-    "_storage.py",
-    "_store.py",
-    "merge.py",
-    "rotary.py",
+    "_cache/_pages.py",
+    "_cache/_storage.py",
+    "_cache/_store.py",
+    "_core/_arrays.py",
+    "_core/_backends.py",
+    "_core/_check.py",
+    "_core/_packed.py",
+    "_core/_problem.py",
+    "_core/_rules.py",
 )
 REINSTALL = (
     "install it again: 'pip install -e .' in a clone, else "
@@ -72,7 +70,7 @@ def _hash(files: Iterable[Path]) -> str:
     return source_hash(b"".join(texts).replace(b"\r\n", b"\n")).hex()
 
 
-def of_python(package: Path = Path(__file__).parent) -> str | None:
+def of_python(package: Path = Path(__file__).parents[1]) -> str | None:
     """The hash of the Python files of a package, None where they are not there as text."""
     try:
         return _hash(package / name for name in CONTRACT)

@@ -1,7 +1,7 @@
 from typing_extensions import disjoint_base
 
-from qkv_ext._arrays import Array
-from qkv_ext.rotary import RotaryProblem
+from qkv_ext._core._arrays import Array
+from qkv_ext._core._problem import Rotation
 
 BUILD: str
 MOST_AXES: int
@@ -9,8 +9,8 @@ MOST_AXES: int
 @disjoint_base
 class Rotary:
     def __init__(self, isa: int) -> None: ...
-    def compute(self, problem: RotaryProblem) -> None: ...
-    def step(self, queries: RotaryProblem, keys: RotaryProblem) -> None: ...
+    def compute(self, problem: Rotation) -> None: ...
+    def step(self, queries: Rotation, keys: Rotation) -> None: ...
     def plain(
         self,
         x: object,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qkv_ext._arrays import shown
+from qkv_ext._core._arrays import shown
 
 MOST = 256  #: what the pool of the compiled backends starts at most
 

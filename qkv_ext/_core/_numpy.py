@@ -16,17 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qkv_ext._arrays import FLOAT32, Array, converted
-from qkv_ext._blas import held_to_threads
+from qkv_ext._core._arrays import FLOAT32, Array, converted
+from qkv_ext._core._blas import held_to_threads
 
 if TYPE_CHECKING:
-    from qkv_ext._problem import Problem, Product, Rows, Rules
+    from qkv_ext._core._problem import Problem, Product, Rotation, Rows, Rules
 
 CHUNK = 1 << 20  #: scores held at a time
 LARGE = 1 << 16  #: weights and values of a head that is worth a look of its own
 LOW = 1 << 12  #: more than there are keys in a count
 NAN = LOW * LOW  #: float32 holds every number up to here
 PIECE = 1 << 31  #: multiplications left to BLAS at a time
+PAIRS = 1 << 16  #: elements that are turned at a time, where there are heads to part them by
 
 
 @held_to_threads
@@ -360,3 +361,76 @@ def softmax(problem: Rows) -> None:
             np.subtract(x, x.max(axis=-1, keepdims=True), out=out)
             np.exp(out, out=out)
             np.divide(out, out.sum(axis=-1, keepdims=True), out=out)
+
+
+def rotary(*problems: Rotation) -> None:
+    """(a, b) -> (a cos - b sin, b cos + a sin), for the pairs of each row."""
+    with np.errstate(all="ignore"):
+        for problem in problems:
+            _turn(problem)
+
+
+def _turn(problem: Rotation) -> None:
+    x, cos, sin, positions, interleaved, out, _ = problem
+    if positions is None:
+        rows: Any = slice(0, x.shape[-2])
+    else:
+        heads = (1,) * (x.ndim - 3) if positions.ndim == 2 else ()
+        rows = positions.reshape(*positions.shape[:-1], *heads, positions.shape[-1])
+    wide = x.astype(cos.dtype, copy=False)
+    into = out if out.dtype == cos.dtype else np.empty(x.shape, cos.dtype)
+    _rotate(wide, cos[rows], sin[rows], interleaved, into)
+    if into is not out:
+        out[...] = into
+
+
+def _rotate(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array) -> None:
+    """Write out, a part at a time, so that what is computed on the way stays in the cache.
+
+    x and out are (..., L, D), or one and the same, and cos and sin broadcast to
+    (..., L, rotary_dim / 2).
+    """
+    if x.size > PAIRS and x.ndim > 2:
+        rows = (*x.shape[:-1], cos.shape[-1])
+        cos, sin = np.broadcast_to(cos, rows), np.broadcast_to(sin, rows)
+        for n in range(len(x)):
+            _rotate(x[n], cos[n], sin[n], interleaved, out[n])
+        return
+    columns = cos.shape[-1]
+    if interleaved:
+        first, second = slice(0, 2 * columns, 2), slice(1, 2 * columns, 2)
+    else:
+        first, second = slice(0, columns), slice(columns, 2 * columns)
+    a, b = x[..., first], x[..., second]
+    turned = a * cos - b * sin
+    out[..., second] = b * cos + a * sin
+    out[..., first] = turned
+    out[..., 2 * columns :] = x[..., 2 * columns :]
+
+
+def merge(
+    parts: list[Array], logs: list[Array], output: Array, lse: Array, blhd: bool, threads: int
+) -> None:
+    """lse = log Σ exp lse_n and output = Σ exp(lse_n - lse) output_n, for parts of keys."""
+    with np.errstate(all="ignore"):  # exp of -inf is 0 and log of 0 is -inf, as meant
+        top = logs[0]
+        for each in logs[1:]:
+            top = np.maximum(top, each)
+        top = np.where(top == -np.inf, 0, top)  # -inf - (-inf) is no number
+        total = np.zeros_like(top)
+        for each in logs:
+            total += np.exp(each - top)
+        made = np.zeros(output.shape, top.dtype)
+        for part, each in zip(parts, logs, strict=True):
+            # divided before it meets the part: the sum of large ones stays finite
+            weight = np.exp(each - top) / np.where(total == 0, 1, total)
+            # what an empty part holds is selected, not added, so that NaN cannot leak
+            empty = _along(each == -np.inf, blhd)
+            made += np.where(empty, 0, _along(weight, blhd) * part)
+        output[...] = made
+        np.add(top, np.log(total), out=lse)
+
+
+def _along(x: Array, blhd: bool) -> Array:
+    """(..., H, L) with the axes of an output: (..., H, L, 1), or (..., L, H, 1)."""
+    return (x.swapaxes(-1, -2) if blhd else x)[..., None]

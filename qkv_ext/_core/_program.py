@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from qkv_ext._text import SPELLED
+from qkv_ext._core._text import SPELLED
 
 INTERRUPTED, NO_READER = 128 + 2, 128 + 13  #: as a shell reports SIGINT and SIGPIPE
 _Number = TypeVar("_Number", int, float)

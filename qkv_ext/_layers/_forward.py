@@ -15,17 +15,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv_ext import _backends, _check, _check_cache, _layers, _problem, _rules
-from qkv_ext._arrays import FLOAT32, Array
-from qkv_ext._backends import Backend
-from qkv_ext._check import Checked
-from qkv_ext._layers import ProjectedKV, Projections, Rotary
-from qkv_ext._options import Given
-from qkv_ext._packed import PackedWeight
-from qkv_ext._problem import Problem, Scoring, Sizes
-from qkv_ext._store import Pages
-from qkv_ext._threads import threads_of
-from qkv_ext.rotary import RotaryProblem, rounded, turn
+from qkv_ext._cache import _check_cache
+from qkv_ext._cache._store import Pages
+from qkv_ext._core import _backends, _check, _problem, _rules
+from qkv_ext._core._arrays import FLOAT32, Array
+from qkv_ext._core._backends import Backend
+from qkv_ext._core._check import Checked
+from qkv_ext._core._check_rotary import rounded
+from qkv_ext._core._options import Given
+from qkv_ext._core._packed import PackedWeight
+from qkv_ext._core._problem import Problem, Rotation, Scoring, Sizes
+from qkv_ext._core._threads import threads_of
+from qkv_ext._layers import _check_layer
+from qkv_ext._layers._check_layer import ProjectedKV, Projections, Rotary
 
 new = tuple.__new__  #: makes a NamedTuple in half the time
 FEW_ROWS = 64  #: up to which one product is faster than three
@@ -48,7 +50,7 @@ def prepare(layer: Projections, given: Given, x: Array, sizes: Sizes) -> Call:
     scoring = _rules.options(given, sizes)
     _check.feasible(sizes, scoring.rules.spans)
     if given.out is not None:
-        _layers.output(given.out, layer, sizes)
+        _check_layer.output(given.out, layer, sizes)
     backend = _backends.choose(given.backend, x.dtype)
     return new(Call, (layer, given, x, sizes, scoring, backend, threads_of(given.threads)))
 
@@ -107,18 +109,16 @@ def rotate(
     Q is written over, and so is K where own_k says that it is the call's own.
     """
     at_q, at_k = _rules.positions(call.scoring, call.sizes, before)
-    _layers.covered(len(rotary.cos), at_q, at_k)
+    _check_layer.covered(len(rotary.cos), at_q, at_k)
     own_q = True
     if isinstance(at_q, np.ndarray) and len(q) != len(at_q):
         q, own_q = np.broadcast_to(q, (len(at_q), *q.shape[1:])), False  # items that share one x
     of_q, of_k = _angles(rotary, at_q, q), _angles(rotary, at_k, k)
-    in_place, how = call.backend.isa >= 0, rotary.interleaved
-    out_q = q if own_q and in_place else np.empty(q.shape, q.dtype)
-    out_k = k if own_k and in_place else np.empty(k.shape, k.dtype)
-    turn(
-        new(RotaryProblem, (q, *of_q, how, out_q, call.threads)),
-        new(RotaryProblem, (k, *of_k, how, out_k, call.threads)),
-        call.backend,
+    out_q = q if own_q else np.empty(q.shape, q.dtype)
+    out_k = k if own_k else np.empty(k.shape, k.dtype)
+    call.backend.rotary_step(
+        new(Rotation, (q, *of_q, rotary.interleaved, out_q, call.threads)),
+        new(Rotation, (k, *of_k, rotary.interleaved, out_k, call.threads)),
     )
     return out_q, out_k
 
@@ -174,10 +174,10 @@ def sequences(
     layer: Projections, x: Any, context: Any, given: Given, names: tuple[str, str] = ("x", "x")
 ) -> tuple[Call, Array]:
     """Check the two sequences of a call, which may be one."""
-    other = _layers.sequence(context, names[1], layer, "k")
-    x = _layers.sequence(other if x is context else x, names[0], layer, "q")
+    other = _check_layer.sequence(context, names[1], layer, "k")
+    x = _check_layer.sequence(other if x is context else x, names[0], layer, "q")
     k = *other.shape[:-2], layer.num_kv_heads, other.shape[-2], layer.head_dim
-    return prepare(layer, given, x, _layers.sizes(layer, x, names[0], k)), other
+    return prepare(layer, given, x, _check_layer.sizes(layer, x, names[0], k)), other
 
 
 def forward(
@@ -191,8 +191,8 @@ def forward(
 ) -> Any:
     """Attention of x to a context, or to its keys and values, which are checked, in its place."""
     if kv is not None:
-        x = _layers.sequence(x, names[0], layer, "q")
-        call = prepare(layer, given, x, _layers.sizes(layer, x, names[0], kv.k.shape))
+        x = _check_layer.sequence(x, names[0], layer, "q")
+        call = prepare(layer, given, x, _check_layer.sizes(layer, x, names[0], kv.k.shape))
         k, v = kv
     else:
         call, context = sequences(layer, x, context, given, names)
@@ -227,8 +227,8 @@ def step(
                 output, lengths, large_scales = done
                 store.grow(lengths, large_scales)
                 return output
-        tables = _layers.rotary(rotary, interleaved, rotary_dim, layer)
-        x, counts, sizes = _layers.cached_call(x, cache, layer, given)
+        tables = _check_layer.rotary(rotary, interleaved, rotary_dim, layer)
+        x, counts, sizes = _check_layer.cached_call(x, cache, layer, given)
         call, before = prepare(layer, given, x, sizes), store.lengths
         if any(store.dropped):
             _check_cache.kept(sizes, call.scoring, store.dropped, [

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from qkv_ext import _arrays
-from qkv_ext._arrays import FLOAT32, Array, shown
-from qkv_ext._options import DEFAULT, Given
-from qkv_ext._problem import (
+from qkv_ext._core import _arrays
+from qkv_ext._core._arrays import FLOAT32, Array, shown
+from qkv_ext._core._options import DEFAULT, Given
+from qkv_ext._core._problem import (
     CAUSAL,
     COLUMNS,
     ITEM,
@@ -29,6 +29,8 @@ from qkv_ext._problem import (
 
 new = tuple.__new__  #: makes a NamedTuple in half the time
 MOST_HEADS = 1 << 20
+#: The options that a call without them has PLAIN or CAUSAL rules for: None, all of them.
+RULED = slice(Given._fields.index("window"), Given._fields.index("kv_lengths"))
 
 
 def integer_array(value: Any, name: str, expected: str = "integers") -> Array:
@@ -107,48 +109,47 @@ def options(given: Given, sizes: Sizes) -> Scoring:
     _, lead, h, _, length, s, d, _, dtype, keys, packed = sizes
     if given is DEFAULT and d and keys is None and packed is None:  # most decode steps, quickly
         return new(Scoring, (None, 1.0 / math.sqrt(d), s - length, PLAIN, 0))
-    (
-        mask, causal, align, scale, window, softcap, slopes, sinks, kv_lengths, q_lengths,
-        query_offset, key_offset, *_,
-    ) = given  # fmt: skip
     compute = dtype if dtype is FLOAT32 else _arrays.compute_dtype(dtype)
-    bottom_right = align is DEFAULT.align
+    bottom_right = given.align is DEFAULT.align
     if not bottom_right:
-        bottom_right = _arrays.choice(align, "align", _arrays.ALIGNS) == _arrays.BOTTOM_RIGHT
+        bottom_right = _arrays.choice(given.align, "align", _arrays.ALIGNS) == _arrays.BOTTOM_RIGHT
+    scale = given.scale
     scale = 1.0 / math.sqrt(d) if scale is None and d else _arrays.scale(scale, d, compute)
-    if window is softcap is slopes is sinks is None and (causal is False or causal is True):
+    causal = given.causal
+    if (causal is False or causal is True) and not [x for x in given[RULED] if x is not None]:
         rules = CAUSAL if causal else PLAIN
     else:
-        rules = _rules(causal, window, softcap, slopes, sinks, lead, h, compute)
+        rules = _rules(given, lead, h, compute)
+    key_offset = given.key_offset
     if key_offset is not DEFAULT.key_offset:
         key_offset = offset(key_offset, "key_offset")
-    if q_lengths is kv_lengths is query_offset is None and keys is None and packed is None:
+    no_lengths = given.q_lengths is given.kv_lengths is keys is None
+    if no_lengths and given.query_offset is packed is None:
         shift = (s - length if bottom_right else 0) - key_offset
     else:
         shift, spans = _spans(given, sizes, bottom_right, key_offset)
         rules = rules if spans is None else rules._replace(spans=spans)
+    mask = given.mask
     if mask is not None:
         mask = sizes.by_head(_arrays.mask(mask, (*sizes.rows, s), compute))
     return new(Scoring, (mask, scale, shift, rules, key_offset))
 
 
-def _rules(
-    causal: Any, window: Any, softcap: Any, slopes: Any, sinks: Any, lead: tuple[int, ...], h: int,
-    compute: np.dtype[Any],
-) -> Rules:  # fmt: skip
+def _rules(given: Given, lead: tuple[int, ...], h: int, compute: np.dtype[Any]) -> Rules:
     """What a score obeys beyond the scale, but for lengths and offsets."""
-    left, right = OPEN, 0 if _arrays.switch(causal, "causal") else OPEN
-    if window is not None:
-        left, most = _window(window)
+    left, right = OPEN, 0 if _arrays.switch(given.causal, "causal") else OPEN
+    if given.window is not None:
+        left, most = _window(given.window)
         right = min(right, most)
-    cap = 0.0 if softcap is None else _softcap(softcap, compute)
+    cap = 0.0 if given.softcap is None else _softcap(given.softcap, compute)
+    slopes, sinks = given.alibi_slopes, given.sinks
     if slopes is not None:
         shapes = ((h,), (lead[0] if lead else 1, h))
         slopes = per_head(slopes, "alibi_slopes", shapes, compute)
         slopes = np.repeat(slopes, math.prod(lead[1:]), 0) if slopes.ndim == 2 else slopes[None]
     if sinks is not None:
         sinks = per_head(sinks, "sinks", ((h,),), compute)
-    return Rules(left, right, cap, slopes, sinks)
+    return Rules(left=left, right=right, softcap=cap, slopes=slopes, sinks=sinks)
 
 
 def _align(bottom_right: bool, keys: Any, queries: Any) -> Any:

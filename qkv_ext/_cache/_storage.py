@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv_ext._arrays import FLOAT32, Array
+from qkv_ext._core._arrays import FLOAT32, Array
 
 CHUNK = 1 << 16  #: entries that are converted at a time: what comes between stays in the cache
 _MOST = np.float32(127)

@@ -29,15 +29,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv_ext._arrays import FLOAT32, Array
-from qkv_ext._packed import PANEL
-from qkv_ext._storage import ENTRIES, SCALED
+from qkv_ext._cache._storage import ENTRIES, SCALED
+from qkv_ext._core._arrays import FLOAT32, Array
+from qkv_ext._core._packed import PANEL
+from qkv_ext._core._problem import SLACK
 
-TILE = 256  #: keys of a tile of the kernels, which never crosses a page
-SLACK = 64  #: bytes behind v, and behind the scales, that a vector load may touch
-#: Columns of the table of pages: where what a page holds lies, 0 for what it does not.
-K_ADDRESS, V_ADDRESS, K_SCALE_ADDRESS, V_SCALE_ADDRESS = range(4)
-ADDRESSES = 4
 _HUGE = 2 << 20  #: bytes of a huge page
 _SLAB = 4 << 20  #: bytes that are asked of the system at a time by a cache that is large
 _MOST_ROOMS = 64  #: pages of a slab, where they are small

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv_ext import _arrays, _check, _rules
-from qkv_ext._arrays import FLOAT32, FLOAT64, Array, operand, same_dtype, shown
-from qkv_ext._options import Given
-from qkv_ext._packed import PANEL, PackedWeight, side_by_side, split
-from qkv_ext._problem import Sizes
-from qkv_ext.rotary import tables
+from qkv_ext._core import _arrays, _check, _rules
+from qkv_ext._core._arrays import FLOAT32, FLOAT64, Array, operand, same_dtype, shown
+from qkv_ext._core._check_rotary import tables
+from qkv_ext._core._options import Given
+from qkv_ext._core._packed import PANEL, PackedWeight, side_by_side, split
+from qkv_ext._core._problem import Sizes
 
 
 class ProjectedKV(NamedTuple):

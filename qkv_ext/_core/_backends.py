@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from qkv_ext import _build, _numpy
-from qkv_ext._arrays import Array, shown
+from qkv_ext._core import _build, _numpy
+from qkv_ext._core._arrays import Array, shown
 
 if TYPE_CHECKING:
-    from qkv_ext._check import Checked, Copies
-    from qkv_ext._problem import Problem, Product, Rows
-    from qkv_ext.rotary import RotaryProblem
+    from qkv_ext._core._check import Checked, Copies
+    from qkv_ext._core._problem import Problem, Product, Rotation, Rows
 
 _FLOAT64 = np.dtype(np.float64)
 
@@ -46,9 +45,9 @@ class Backend(NamedTuple):
     attention: Callable[[Problem], None]
     product: Callable[[Product], None]
     softmax: Callable[[Rows], None]
-    rotary: Callable[[RotaryProblem], None] | None = None  # of src/rotary.pyx; None: rotary.py
-    rotary_step: Callable[[RotaryProblem, RotaryProblem], None] | None = None  # queries and keys
-    merge: Callable[..., None] | None = None  # of src/merge.pyx; None: merge.py itself
+    rotary: Callable[[Rotation], None]
+    rotary_step: Callable[[Rotation, Rotation], None]  # queries and keys
+    merge: Callable[..., None]  # (outputs, lses, output, lse, whether BLHD, threads)
     append: Callable[..., bool] | None = None  # of src/append.pyx; None: _store.py itself
     plain_attention: Callable[..., Any] = _nothing  # (q, k, v, given, threads)
     plain_append: Callable[..., Any] = _nothing  # (k, v, pages, until, threads)
@@ -85,30 +84,30 @@ def _installed() -> bool:
 
 def _compiled_modules() -> Iterator[Any]:
     """Import them one after the other: spelt out, for the tools that freeze an application."""
-    import qkv_ext._kernels
+    import qkv_ext._core._kernels
 
-    yield qkv_ext._kernels
-    import qkv_ext._matmul
+    yield qkv_ext._core._kernels
+    import qkv_ext._core._matmul
 
-    yield qkv_ext._matmul
-    import qkv_ext._softmax
+    yield qkv_ext._core._matmul
+    import qkv_ext._core._softmax
 
-    yield qkv_ext._softmax
-    import qkv_ext._rotary
+    yield qkv_ext._core._softmax
+    import qkv_ext._core._rotary
 
-    yield qkv_ext._rotary
-    import qkv_ext._merge
+    yield qkv_ext._core._rotary
+    import qkv_ext._core._merge
 
-    yield qkv_ext._merge
-    import qkv_ext._append
+    yield qkv_ext._core._merge
+    import qkv_ext._core._append
 
-    yield qkv_ext._append
-    import qkv_ext._attention
+    yield qkv_ext._core._append
+    import qkv_ext._core._attention
 
-    yield qkv_ext._attention
-    import qkv_ext._step
+    yield qkv_ext._core._attention
+    import qkv_ext._core._step
 
-    yield qkv_ext._step
+    yield qkv_ext._core._step
 
 
 def _why_missing(full: str) -> tuple[str, bool]:
@@ -150,7 +149,7 @@ def _load(required: bool) -> tuple[dict[str, Any], str]:
     modules: dict[str, Any] = {}
     python, imports = _build.of_python(), _compiled_modules()
     for name in _build.MODULES:
-        full = f"qkv_ext.{name}"
+        full = f"{__package__}.{name}"
         try:
             modules[name] = next(imports)
             _build.check(modules, name == _build.MODULES[-1], python)
@@ -200,7 +199,16 @@ def _compiled(name: str, isa: int) -> Backend:
 
 
 _TABLE: dict[str, Backend] = {
-    "numpy": Backend("numpy", -1, _numpy.attention, _numpy.product, _numpy.softmax)
+    "numpy": Backend(
+        "numpy",
+        -1,
+        attention=_numpy.attention,
+        product=_numpy.product,
+        softmax=_numpy.softmax,
+        rotary=_numpy.rotary,
+        rotary_step=_numpy.rotary,
+        merge=_numpy.merge,
+    )
 }
 COMPILED_IN: tuple[str, ...] = ()  #: instruction sets of this build, runnable here or not
 COMPILER = ""
@@ -308,6 +316,12 @@ def product(checked: Checked[Product], backend: str | None) -> Any:
 def softmax(checked: Checked[Rows], backend: str | None) -> Any:
     problem, arrays, copies = checked
     choose(backend, problem.x.dtype).softmax(problem)
+    return finish(arrays, copies)
+
+
+def rotary(checked: Checked[Rotation], backend: str | None) -> Any:
+    problem, arrays, copies = checked
+    choose(backend, problem.x.dtype).rotary(problem)
     return finish(arrays, copies)
 
 

@@ -2,7 +2,7 @@ from collections.abc import Sequence
 
 from typing_extensions import disjoint_base
 
-from qkv_ext._arrays import Array
+from qkv_ext._core._arrays import Array
 
 BUILD: str
 MOST_AXES: int

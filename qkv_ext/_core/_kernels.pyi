@@ -1,4 +1,4 @@
-from qkv_ext._arrays import Array
+from qkv_ext._core._arrays import Array
 
 BUILD: str
 

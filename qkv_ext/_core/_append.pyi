@@ -1,7 +1,7 @@
 from typing_extensions import disjoint_base
 
-from qkv_ext._arrays import Array
-from qkv_ext._store import Pages
+from qkv_ext._cache._store import Pages
+from qkv_ext._core._arrays import Array
 
 BUILD: str
 

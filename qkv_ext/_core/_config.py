@@ -9,8 +9,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from qkv_ext import _backends, _blas, _threads
-from qkv_ext._text import printable
+from qkv_ext._core import _backends, _blas, _threads
+from qkv_ext._core._text import printable
 
 
 def _cpu_name() -> str:

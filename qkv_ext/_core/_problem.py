@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from qkv_ext._store import Pages
+    from qkv_ext._cache._store import Pages
 
 Array: TypeAlias = NDArray[Any]
 OPEN = 1 << 60  #: a window side, or an offset, beyond which nothing lies
@@ -77,6 +77,16 @@ CAUSAL = Rules(right=0)
 ITEM, Q_START, Q_LENGTH, Q_ROOM, K_START, K_LENGTH, SHIFT = range(7)
 COLUMNS = 7
 
+# ---- pages of a KVCache, which _cache/_pages.py draws -------------------------------------------
+
+TILE = 256  #: keys of a tile of the kernels, which never crosses one
+SLACK = 64  #: bytes behind v, and behind the scales, that a vector load may touch
+#: Columns of the table of pages: where what a page holds lies, 0 for what it does not.
+K_ADDRESS, V_ADDRESS, K_SCALE_ADDRESS, V_SCALE_ADDRESS = range(4)
+ADDRESSES = 4
+
+# ---- a call -------------------------------------------------------------------------------------
+
 
 class Scoring(NamedTuple):
     """The checked options of a call: all that makes scores of Q Kᵀ."""
@@ -121,4 +131,16 @@ class Rows(NamedTuple):
 
     x: Array
     out: Array
+    threads: int
+
+
+class Rotation(NamedTuple):
+    """Rows of Q or K to be turned by the angles of their positions; heads before positions."""
+
+    x: Array  # (..., H, L, D), of contiguous rows
+    cos: Array  # (n, rotary_dim / 2), in the dtype of computation
+    sin: Array
+    positions: Array | None  # int64 (L,) or (B, L), rows of the tables; None is 0 to L - 1
+    interleaved: bool
+    out: Array  # as x, or x itself: a pair is read before it is written
     threads: int

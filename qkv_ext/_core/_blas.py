@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar, cast
 
-from qkv_ext._threads import DEFAULT, Unasked
+from qkv_ext._core._threads import DEFAULT, Unasked
 
 Compute = TypeVar("Compute", bound=Callable[..., Any])
 Library: TypeAlias = Any  #: what threadpoolctl calls a library controller

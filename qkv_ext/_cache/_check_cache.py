@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from qkv_ext import _arrays, _check, _problem, _rules
-from qkv_ext._arrays import (
+from qkv_ext._cache._pages import Layout
+from qkv_ext._cache._storage import ENTRIES
+from qkv_ext._cache._store import Store
+from qkv_ext._core import _arrays, _check, _problem, _rules
+from qkv_ext._core._arrays import (
     BHLD,
     BLHD,
     FLOAT32,
@@ -20,12 +23,9 @@ from qkv_ext._arrays import (
     same_dtype,
     shown,
 )
-from qkv_ext._check import Checked
-from qkv_ext._options import Given
-from qkv_ext._pages import TILE, Layout
-from qkv_ext._problem import Problem, Scoring, Sizes
-from qkv_ext._storage import ENTRIES
-from qkv_ext._store import Store
+from qkv_ext._core._check import Checked
+from qkv_ext._core._options import Given
+from qkv_ext._core._problem import TILE, Problem, Scoring, Sizes
 
 _MOST = 1 << 31  #: of every size; memory ends before that
 _MOST_ITEMS = 1 << 20

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from qkv_ext import _arrays, _problem, _rules
-from qkv_ext._arrays import BHLD, BLHD, FLOAT32, Array, Later, operand, same_dtype, shown
-from qkv_ext._options import Given
-from qkv_ext._packed import PackedWeight
-from qkv_ext._problem import Problem, Product, Rows, Scoring, Sizes
-from qkv_ext._store import Pages
-from qkv_ext._threads import threads_of
+from qkv_ext._core import _arrays, _problem, _rules
+from qkv_ext._core._arrays import BHLD, BLHD, FLOAT32, Array, Later, operand, same_dtype, shown
+from qkv_ext._core._options import Given
+from qkv_ext._core._packed import PackedWeight
+from qkv_ext._core._problem import Problem, Product, Rows, Scoring, Sizes
+from qkv_ext._core._threads import threads_of
+
+if TYPE_CHECKING:
+    from qkv_ext._cache._store import Pages
 
 T = TypeVar("T")
 #: Copies to be made after the computation: (to, from).

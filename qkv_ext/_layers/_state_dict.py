@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv_ext._arrays import array_of, shown
+from qkv_ext._core._arrays import array_of, shown
 
 Array = NDArray[Any]
 

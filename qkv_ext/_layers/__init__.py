@@ -1,0 +1,1 @@
+"""The inside of the calls with projections: their weights and checks, and the path of a call."""
