@@ -58,7 +58,7 @@ def assert_numpy_serves(python, folder, said):
     assert re.match(rf"RuntimeWarning qkv_ext\._core\.{said}", warning), warning
     assert "pip install --force-reinstall" in warning
     error = python(ALONE + USE, path=folder, ok=False, QKV_EXT_REQUIRE_C="1")
-    assert re.search(f"ImportError: qkv_ext.{said}", error), error
+    assert re.search(rf"ImportError: qkv_ext\._core\.{said}", error), error
 
 
 @needs_modules
