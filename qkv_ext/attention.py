@@ -200,7 +200,7 @@ def scaled_dot_product_attention(
         mask, causal, align, scale, window, softcap, alibi_slopes, sinks, kv_lengths, q_lengths,
         query_offset, key_offset, layout, return_weights, return_lse, out, threads, backend,
     )  # fmt: skip
-    # most calls give no option but causal, and their arrays can often be taken as they are
+    # most calls give few options, and their arrays can often be taken as they are
     output = default_backend(backend).plain_attention(q, k, v, given, threads_of(threads))
     if output is not None:
         return output

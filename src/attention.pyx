@@ -28,6 +28,7 @@ tasks, the call with its arrays and the GIL.
 from cpython.buffer cimport (
     PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_IsContiguous, PyBuffer_Release, PyObject_GetBuffer,
 )
+from cpython.object cimport PyObject
 cimport cython
 from libc.float cimport FLT_MAX
 from libc.math cimport NAN, isnan, sqrt
@@ -72,11 +73,15 @@ cdef double MOST_FLOATS = 1e17
 cdef Py_ssize_t OPEN = min(_problem.OPEN, sys.maxsize // 4)
 cdef dict STORAGE = {name: kind for name, (kind, _, _) in storage().items()}
 cdef object float32 = numpy.dtype("float32")
+cdef object bool_ = numpy.dtype("bool")
 cdef object ndarray = numpy.ndarray
 cdef object empty = numpy.empty
 cdef tuple DEFAULT = tuple(NO_OPTIONS)
+cdef Py_ssize_t MASK = NO_OPTIONS._fields.index("mask")
 cdef Py_ssize_t CAUSAL = NO_OPTIONS._fields.index("causal")
 cdef Py_ssize_t SCALE = NO_OPTIONS._fields.index("scale")
+cdef Py_ssize_t LSE = NO_OPTIONS._fields.index("return_lse")
+cdef Py_ssize_t OUT = NO_OPTIONS._fields.index("out")
 cdef Py_ssize_t COUNT = NO_OPTIONS._fields.index("threads")  # it and what follows may be anything
 
 
@@ -337,20 +342,45 @@ cdef int compute(Call *call, Views *x, Py_ssize_t shift, list lengths, int threa
     return 0
 
 
-cdef bint is_simple(tuple given, bint *causal, double *scale):
-    """Whether nothing was given but causal and scale, which are set; NaN is 1/√D."""
+# The options that calls without a check in Python know.
+cdef struct Simple:
+    bint causal, lse
+    double scale         # NaN is 1/√D
+    PyObject *mask       # borrowed, or NULL
+    PyObject *out
+
+
+cdef bint take_simple(tuple given, Simple *simple):
+    """Whether nothing was given but those, which are set; mask and out are not looked at."""
     cdef Py_ssize_t n
-    causal[0], scale[0] = False, NAN
+    simple.causal, simple.lse, simple.scale = False, False, NAN
+    simple.mask = simple.out = NULL
     for n in range(COUNT):
         one, default = given[n], DEFAULT[n]
         if one is default:
             continue
         if n == CAUSAL and one is True:
-            causal[0] = True
+            simple.causal = True
         elif n == SCALE and type(one) is float and -FLT_MAX <= <double> one <= FLT_MAX:
-            scale[0] = one
+            simple.scale = one
+        elif n == MASK:
+            simple.mask = <PyObject *> one
+        elif n == LSE and one is True:
+            simple.lse = True
+        elif n == OUT:
+            simple.out = <PyObject *> one
         elif not (type(one) is str and type(default) is str and one == default):
             return False
+    return True
+
+
+cdef bint is_simple(tuple given, bint *causal, double *scale):
+    """Whether nothing was given but causal and scale, which are set."""
+    cdef Simple simple
+    if (not take_simple(given, &simple) or simple.lse or simple.mask != NULL
+            or simple.out != NULL):
+        return False
+    causal[0], scale[0] = simple.causal, simple.scale
     return True
 
 
@@ -373,15 +403,14 @@ cdef class Attention:
 
     @cython.binding(False)  # which takes a bound method less
     def plain(self, q, k, v, given, int threads):
-        """The output with causal and scale alone, of arrays to be taken as they are, else None.
+        """What such a call returns, of arrays to be taken as they are; else None.
 
-        given is as Given of _options.py has it.
+        The options are those of Simple; given is as Given of _options.py has it.
         """
-        cdef bint causal
-        cdef double scale
-        if not is_simple(<tuple> given, &causal, &scale):
+        cdef Simple simple
+        if not take_simple(<tuple> given, &simple):
             return None
-        return plain(self.isa, q, k, v, causal, scale, threads)
+        return plain(self.isa, q, k, v, &simple, threads)
 
     @cython.binding(False)
     def plain_attend(self, q, pages, given, int threads):
@@ -528,18 +557,76 @@ cdef plain_attend(int isa, q, pages, bint causal, double scale, int threads):
         qkv_leave_float_mode(found)
 
 
-cdef plain(int isa, q, k, v, bint causal, double scale, int threads):
-    """The output of a call with these options, of arrays to be taken as they are, else None.
+# The sizes and strides of a mask with the four axes of an output.
+cdef struct Axes:
+    Py_ssize_t shape[4]
+    Py_ssize_t strides[4]
+
+
+cdef bint take_mask(mask, Views *x, Py_buffer *owner, Axes *axes) except -1:
+    """The view of a mask in x, where it broadcasts to the scores and its rows are contiguous."""
+    cdef Py_ssize_t n, full, first
+    if type(mask) is not ndarray or not (mask.dtype is bool_ or mask.dtype is float32):
+        return False
+    PyObject_GetBuffer(mask, owner, PyBUF_STRIDES)
+    first = 4 - owner.ndim
+    if first < 0 or <size_t> owner.buf % owner.itemsize:
+        return False
+    for n in range(4):
+        axes.shape[n], axes.strides[n] = 1, 0
+        if n < first:
+            continue
+        full = x.k.shape[2] if n == 3 else x.q.shape[n]
+        if owner.shape[n - first] != 1 and owner.shape[n - first] != full:
+            return False
+        axes.shape[n], axes.strides[n] = owner.shape[n - first], owner.strides[n - first]
+        if axes.strides[n] % owner.itemsize:
+            return False
+    if axes.shape[3] > 1 and axes.strides[3] != owner.itemsize:
+        return False
+    # field by field: the owner alone is to be released
+    x.mask.buf, x.mask.itemsize = owner.buf, owner.itemsize
+    x.mask.ndim, x.mask.shape, x.mask.strides = 4, axes.shape, axes.strides
+    return True
+
+
+cdef inline bint apart(const Py_buffer *x, const Py_buffer *y) noexcept:
+    """Whether contiguous arrays share no memory."""
+    return (<const char *> x.buf + x.len <= <const char *> y.buf
+            or <const char *> y.buf + y.len <= <const char *> x.buf)
+
+
+cdef bint take_out(out, Views *x) except -1:
+    """The view of an out that can be written as it is, beside q, k and v."""
+    cdef int n
+    if not is_plain(out):
+        return False
+    PyObject_GetBuffer(out, &x.out, PyBUF_STRIDES)
+    if (x.out.readonly or x.out.ndim != 4 or <size_t> x.out.buf % sizeof(float)
+            or not PyBuffer_IsContiguous(&x.out, b"C")):
+        return False
+    for n in range(4):
+        if x.out.shape[n] != x.q.shape[n]:
+            return False
+    return apart(&x.out, &x.q) and apart(&x.out, &x.k) and apart(&x.out, &x.v)
+
+
+cdef plain(int isa, q, k, v, const Simple *simple, int threads):
+    """What a call with these options returns, of arrays to be taken as they are, else None.
 
     Three quarters of a small call are the checks in Python; what this recognises needs none.
     """
     cdef Call call
     cdef Views x
+    cdef Py_buffer of_mask
+    cdef Axes axes
     cdef qkv_float_mode found
-    if not (is_plain(q) and is_plain(k) and is_plain(v)):
+    if (not (is_plain(q) and is_plain(k) and is_plain(v))
+            or (simple.mask != NULL and simple.out != NULL)):  # which may overlap
         return None
     memset(&call, 0, sizeof(Call))
     memset(&x, 0, sizeof(Views))
+    memset(&of_mask, 0, sizeof(Py_buffer))
     found = qkv_enter_float_mode()
     try:
         PyObject_GetBuffer(q, &x.q, PyBUF_STRIDES)
@@ -547,13 +634,25 @@ cdef plain(int isa, q, k, v, bint causal, double scale, int threads):
         PyObject_GetBuffer(v, &x.v, PyBUF_STRIDES)
         if not fit(&x):
             return None
-        out = empty(q.shape, float32)
-        PyObject_GetBuffer(out, &x.out, PyBUF_STRIDES | PyBUF_WRITABLE)
+        if simple.mask != NULL and not take_mask(<object> simple.mask, &x, &of_mask, &axes):
+            return None
+        if simple.out == NULL:
+            out = empty(q.shape, float32)
+            PyObject_GetBuffer(out, &x.out, PyBUF_STRIDES | PyBUF_WRITABLE)
+        else:
+            out = <object> simple.out
+            if not take_out(out, &x):
+                return None
+        if simple.lse:
+            lse = empty(q.shape[:3], float32)
+            PyObject_GetBuffer(lse, &x.lse, PyBUF_STRIDES | PyBUF_WRITABLE)
         call.ops = table(isa)
-        call.rules.scale = <float> (1.0 / sqrt(<double> x.q.shape[3]) if isnan(scale) else scale)
-        call.rules.left, call.rules.right = OPEN, 0 if causal else OPEN
+        call.rules.scale = <float> (1.0 / sqrt(<double> x.q.shape[3]) if isnan(simple.scale)
+                                    else simple.scale)
+        call.rules.left, call.rules.right = OPEN, 0 if simple.causal else OPEN
         compute(&call, &x, x.k.shape[2] - x.q.shape[2], None, threads)
-        return out
+        return (out, lse) if simple.lse else out
     finally:
+        PyBuffer_Release(&of_mask)
         release_buffers(&x)
         qkv_leave_float_mode(found)
