@@ -28,15 +28,15 @@ def pytest_addoption(parser):
 
 
 def is_slow(item):
-    """On other backends than the fastest what starts processes, or many threads; on the slow ones
-    what is large; and the oracle against NumPy there, which is told by smaller ones."""
+    """On other backends than the fastest what is large, starts processes or many threads; and the
+    oracle against NumPy on what is large, which is told by smaller ones."""
     parameters = getattr(getattr(item, "callspec", None), "params", {})
     name = parameters.get("backend", parameters.get("compiled"))
     if item.get_closest_marker("slow_beside_fastest"):
         return name != BACKENDS[-1]
     case = parameters.get("case")
     large = hasattr(case, "q") and case.q[-2] * case.k[-2] >= LARGE
-    return large and name in (None, "numpy", "scalar")
+    return large and name != BACKENDS[-1]
 
 
 def pytest_collection_modifyitems(config, items):

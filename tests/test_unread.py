@@ -121,7 +121,7 @@ for dtype in ("?", "f4"):
 """
 
 
-@pytest.mark.slow_beside_fastest
+@pytest.mark.slow
 def test_what_lengths_exclude_is_not_read(backend, python):
     """Also where rows are copied: of another byte order, strided or misaligned."""
     python(SCRIPT.format(backend=backend))
