@@ -488,8 +488,9 @@ class KVCache:
     def concatenate(cls, caches: Iterable[KVCache]) -> Self:
         """The items of several caches, one after the other, in one: a batch that requests join.
 
-        Pages are shared and nothing is copied before one of those that share it is appended to.
-        The caches stay as they are, and go on by themselves.
+        Pages are shared and nothing is copied, not even when the new cache is appended to.  The
+        caches stay as they are and go on by themselves; one that is appended to copies the page
+        that it would write to.
 
         Parameters
         ----------

@@ -377,11 +377,9 @@ cdef bint take_simple(tuple given, Simple *simple):
 cdef bint is_simple(tuple given, bint *causal, double *scale):
     """Whether nothing was given but causal and scale, which are set."""
     cdef Simple simple
-    if (not take_simple(given, &simple) or simple.lse or simple.mask != NULL
-            or simple.out != NULL):
-        return False
+    cdef bint known = take_simple(given, &simple)
     causal[0], scale[0] = simple.causal, simple.scale
-    return True
+    return known and not simple.lse and simple.mask == NULL and simple.out == NULL
 
 
 @cython.auto_pickle(False)
@@ -415,8 +413,8 @@ cdef class Attention:
     @cython.binding(False)
     def plain_attend(self, q, pages, given, int threads):
         """The same for KVCache.attend, of pages of which nothing was dropped."""
-        cdef bint causal
-        cdef double scale
+        cdef bint causal = False
+        cdef double scale = NAN
         if not is_simple(<tuple> given, &causal, &scale):
             return None
         return plain_attend(self.isa, q, pages, causal, scale, threads)

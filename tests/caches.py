@@ -54,6 +54,12 @@ class Model:
         other.items, other.dropped = [list(item) for item in self.items], list(self.dropped)
         return other
 
+    def joined(self, other):
+        joined = self.copy()
+        joined.items += [list(item) for item in other.items]
+        joined.dropped += other.dropped
+        return joined
+
     def append(self, k, v, lengths):
         for b, n in enumerate(lengths):
             self.items[b] += [(k[b, :, i], v[b, :, i]) for i in range(n)]

@@ -32,14 +32,15 @@ def draw(rng, *shape):
 @pytest.mark.parametrize("kind", STORAGE)
 @pytest.mark.parametrize("page", [256, 768])
 def test_any_calls_in_any_order(kind, page, rng):
-    """Random appends, truncations, drops, reorders and forks of a family of caches."""
+    """Random appends, truncations, drops, reorders, forks and joinings of a family of caches."""
     cache = KVCache(3, 2, 5, 3, dtype=kind, _page=page)
     family = [(cache, Model(cache))]
-    for _ in range(70):
+    calls = [*["append"] * 3, "truncate", "drop", "reorder", "fork", "concatenate"]
+    for _ in range(80):
         at = rng.integers(len(family))
         cache, model = family[at]
         lengths = cache.lengths
-        what = rng.choice(["append", "append", "append", "truncate", "drop", "reorder", "fork"])
+        what = rng.choice(calls)
         if what == "append":
             n = int(rng.choice([1, 1, 63, 64, 65, 255, 300, 520]))
             counts = rng.integers(0, n + 1, cache.batch) if rng.random() < 0.5 else None
@@ -60,9 +61,15 @@ def test_any_calls_in_any_order(kind, page, rng):
             indices = rng.integers(0, cache.batch, rng.integers(1, 5))
             cache.reorder(indices)
             model.reorder(indices)
-        else:
+        elif what == "fork":
             family.append((cache.fork(), model.copy()))
-            del family[:-4]
+        else:
+            other, its = family[rng.integers(len(family))]
+            family.append((KVCache.concatenate([cache, other]), model.joined(its)))
+            indices = rng.permutation(cache.batch + other.batch)[:4]
+            family[-1][0].reorder(indices)
+            family[-1][1].reorder(indices)
+        del family[:-4]
         for cache, model in family:
             model.assert_held_by(cache)
 

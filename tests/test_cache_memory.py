@@ -269,6 +269,33 @@ def test_joining_copies_nothing(rng, monkeypatch):
     monkeypatch.setattr(_pages.Pool, "take", None)  # no page can be had
     joined = KVCache.concatenate(parts)
     assert [page for item in joined._store.items for page in item.pages] == pages
+    joined.append(*rows(rng, 2, 3, 1, 100, 4))  # behind the keys of the others
+    assert [page for item in joined._store.items for page in item.pages] == pages
+
+
+def test_who_may_write_to_a_page_that_is_shared(rng):
+    """One of those that hold it, behind the keys of the others; not before them, once it is cut."""
+    part = filled(*rows(rng, 2, 1, 1, 300, 4))
+    first, second = KVCache.concatenate([part]), KVCache.concatenate([part])
+    keys = part.keys(0)
+    held = [cache._store.items[0].pages[1] for cache in (part, first, second)]
+    assert held[0] is held[1] is held[2]
+    for n, cache in enumerate((first, second, part)):
+        cache.append(*np.full((2, 1, 1, 1, 4), n, "f4"))
+    assert [cache._store.items[0].pages[1] is held[0] for cache in (first, second, part)] == [
+        True, False, False,
+    ]  # fmt: skip
+    for n, cache in enumerate((first, second, part)):
+        np.testing.assert_array_equal(cache.keys(0)[:, :300], keys)
+        assert (cache.keys(0)[:, 300] == n).all()
+    third = KVCache.concatenate([first])  # which may write on, and is cut below what it was lent
+    third.append(*np.full((2, 1, 1, 1, 4), 7, "f4"))
+    third.truncate(290)
+    third.append(*np.full((2, 1, 1, 20, 4), 8, "f4"))
+    np.testing.assert_array_equal(first.keys(0)[:, :300], keys)
+    assert (first.keys(0)[:, 300] == 0).all()
+    np.testing.assert_array_equal(third.keys(0)[:, :290], keys[:, :290])
+    assert (third.keys(0)[:, 290:] == 8).all()
 
 
 def test_requests_come_and_go(rng):

@@ -5,9 +5,10 @@
         page        see _pages.py
 
 Growing adds pages and copies nothing.  A page that two items may hold is shared, and what is shared
-is never written again.  Who may write is told by a token: a page is written by the item whose token
-it carries.  To share all pages of an item is to give it another token; where it would write to one
-of them it then writes to a copy.
+is never written again, where a key is.  Who may write is told by a token: a page is written by the
+item whose token it carries.  To share all pages of an item is to give it another token; where it
+would write to one of them it then writes to a copy.  The page that is not full may be lent: another
+item writes behind the keys that were there.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ _MOST_PAGES = 1 << 20  #: that an item may ask for at once; memory ends before t
 class Item:
     """The pages of one batch item, None for one that was dropped."""
 
-    __slots__ = ("owner", "pages", "stale", "table")
+    __slots__ = ("floor", "owner", "pages", "stale", "table")
 
     def __init__(self, pages: list[Page | None], table: Array) -> None:
         self.owner = object()  # the token
         self.pages = pages
         self.table = table  # int64 (as many or more, 4): the addresses of the pages
         self.stale = False  # unless it is not, because a change was interrupted
+        self.floor = 0  # keys before it, in a page that was lent, are others' too
 
     @classmethod
     def empty(cls) -> Item:
@@ -47,8 +49,26 @@ class Item:
         self.addresses()
         return Item(self.pages.copy(), self.table.copy())
 
+    def lend(self, length: int, size: int) -> Item:
+        """share, but that the other may write behind these keys, if this item may."""
+        index = length // size
+        lent = self.pages[index] if length % size and self.may_write(index) else None
+        other = self.share()
+        if lent is not None:
+            lent.owner, other.floor = other.owner, length
+        return other
+
+    def cut(self, length: int, size: int) -> None:
+        """Keep the pages of so many keys, and write to none that others see."""
+        if length < self.floor:
+            index, self.floor = self.floor // size, 0
+            page = self.pages[index]
+            if page is not None and page.owner is self.owner:
+                page.owner = None
+        del self.pages[-(-length // size) :]
+
     def may_write(self, index: int) -> bool:
-        """Whether there is such a page, and no other item holds it."""
+        """Whether there is such a page, and no other item writes to it or sees what is written."""
         page = self.pages[index] if index < len(self.pages) else None
         return page is not None and page.owner is self.owner
 
@@ -263,7 +283,7 @@ class Store:
             if old == new:
                 continue
             index, used = divmod(new, size)
-            del item.pages[-(-new // size) :]
+            item.cut(new, size)
             if used and item.may_write(index):
                 page = item.pages[index]
                 assert page is not None
@@ -323,10 +343,18 @@ class Store:
 
     @classmethod
     def joined(cls, stores: Sequence[Store]) -> Store:
-        """The items of several stores of one layout; all pages are shared, and none is copied."""
+        """The items of several stores of one layout; all pages are shared, and none is copied.
+
+        Those that are not full are lent: an append to the whole copies none, to a part it does.
+        """
         for store in stores:
             store._table = None
-        items = [item.share() for store in stores for item in store.items]
+        size = stores[0].layout.size
+        items = [
+            item.lend(length, size)
+            for store in stores
+            for item, length in zip(store.items, store.lengths, strict=True)
+        ]
         lengths = [n for store in stores for n in store.lengths]
         dropped = [n for store in stores for n in store.dropped]
         pool = max((store.pool for store in stores), key=lambda pool: pool.rooms)
