@@ -26,7 +26,7 @@ from bench.rivals import RIVALS, matching
 from bench.screen import Screen
 from bench.table import Table, cells, machine_lines, main_table, memory_table, notes
 from qkv_ext._core._program import INTERRUPTED, Parser, number, one_line
-from qkv_ext._core._threads import MOST
+from qkv_ext._core._threads import MAX_THREADS
 
 ABOUT = """Measure qkv_ext against its rivals on this machine.
 
@@ -51,7 +51,7 @@ def parser() -> Parser:
     add("--cases", default="", metavar="TEXT", help="only those whose name holds this text")
     add("--quick", action="store_true", help="a few rows, under two minutes")
     add("--rivals", default="", help=f"comma-separated: {', '.join(RIVALS)} (all)")
-    add("--threads", type=number(int, 1, MOST), default=usable_cpus(),
+    add("--threads", type=number(int, 1, MAX_THREADS), default=usable_cpus(),
         help="of every rival (%(default)s)")  # fmt: skip
     add("--rounds", type=number(int, 1), help="alternating rounds (5; 3 with --quick)")
     add("--seconds", type=number(float, 1e-6, 3600.0),

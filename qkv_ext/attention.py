@@ -127,7 +127,7 @@ def scaled_dot_product_attention(
         A logit per head that takes part in the denominator, and in nothing else.
     q_lengths, kv_lengths : integers (B,), optional
         How many queries and keys of each batch item are there, an integer at rank 2.  Rows from
-        q_lengths on are no rows: output 0, weights 0, lse -inf.  Keys from kv_lengths on are not
+        q_lengths on are padding: output 0, weights 0, lse -inf.  Keys from kv_lengths on are not
         even read (a mask that has to be converted is, as a whole).  Right-padded self-attention is
         q_lengths = kv_lengths = the lengths.
     query_offset : integer or integers (B,), optional

@@ -132,7 +132,7 @@ class KVCache:
         cache._store, cache._locks = store, {}
         return cache
 
-    def _turn(self) -> Any:
+    def _locked(self) -> Any:
         """The lock, to be held by one call at a time."""
         lock = self._locks.get(os.getpid())
         if lock is None:
@@ -173,7 +173,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        with self._turn():
+        with self._locked():
             return self._store.nbytes()
 
     def __repr__(self) -> str:
@@ -219,7 +219,7 @@ class KVCache:
         >>> cache.lengths
         array([5, 3])
         """
-        with self._turn():
+        with self._locked():
             store, backend, threads = self._store, _backends.DEFAULT, threads_of(None)
             if lengths is None and store.append_plain(k, v, backend.plain_append, threads):
                 return
@@ -297,7 +297,7 @@ class KVCache:
         array([1., 2., 4.], dtype=float32)
         """
         given = take(options, "KVCache.attend", ATTENTION, return_weights, return_lse)
-        with self._turn():
+        with self._locked():
             store = self._store
             if not any(store.dropped):  # most calls give no option but causal
                 backend, threads = default_backend(given.backend), threads_of(given.threads)
@@ -336,7 +336,7 @@ class KVCache:
         >>> cache.keys(0)
         array([[[0.09997559, 0.09997559]]], dtype=float32)
         """
-        with self._turn():
+        with self._locked():
             store, b = self._store, _check_cache.item(self._store, b)
             return store.pages().keys(b, store.lengths[b], store.dropped[b])
 
@@ -364,7 +364,7 @@ class KVCache:
         >>> qkv_ext.KVCache(1, 2, 8, 4).values(0).shape
         (2, 0, 4)
         """
-        with self._turn():
+        with self._locked():
             store, b = self._store, _check_cache.item(self._store, b)
             return store.pages().values(b, store.lengths[b], store.dropped[b])
 
@@ -392,7 +392,7 @@ class KVCache:
         >>> cache.lengths
         array([3, 5])
         """
-        with self._turn():
+        with self._locked():
             self._store.truncate(_check_cache.per_item(self._store, lengths, "lengths"))
 
     def drop(self, before: ArrayLike) -> None:
@@ -423,7 +423,7 @@ class KVCache:
         >>> cache.attend(np.ones((1, 1, 1, 8), "f4"), window=(49, 0)).shape
         (1, 1, 1, 8)
         """
-        with self._turn():
+        with self._locked():
             self._store.drop(_check_cache.per_item(self._store, before, "before"))
 
     def reorder(self, indices: ArrayLike) -> None:
@@ -451,7 +451,7 @@ class KVCache:
         >>> cache.lengths
         array([3, 3, 5])
         """
-        with self._turn():
+        with self._locked():
             self._store.reorder(_check_cache.indices(self._store, indices))
 
     def fork(self) -> Self:
@@ -479,7 +479,7 @@ class KVCache:
         >>> cache.lengths, other.lengths
         (array([5]), array([6]))
         """
-        with self._turn():
+        with self._locked():
             other = self._of(self._store.fork())
         _copies.set_state(other, _copies.added_state(self, KVCache))
         return other
@@ -521,7 +521,7 @@ class KVCache:
         given = _check_cache.caches(caches, KVCache)
         with ExitStack() as locked:  # in one order everywhere, so that no two calls wait for ever
             for cache in sorted({id(cache): cache for cache in given}.values(), key=id):
-                locked.enter_context(cache._turn())
+                locked.enter_context(cache._locked())
             return cls._of(Store.joined([cache._store for cache in given]))
 
     def __copy__(self) -> Self:
@@ -537,7 +537,7 @@ class KVCache:
         return other
 
     def __reduce__(self) -> tuple[Any, ...]:
-        with self._turn():
+        with self._locked():
             state = self._store.state()
         return _copies.reduced(self._restored, state, _copies.added_state(self, KVCache))
 

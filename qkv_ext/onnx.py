@@ -158,7 +158,7 @@ def attention(
         precision = _attribute(softmax_precision, "softmax_precision")
         if precision not in PRECISIONS:
             raise ValueError(f"softmax_precision is {precision}; expected 1, 10, 11 or 16")
-    wants_scores = _arrays.switch(return_qk_matmul_output, "return_qk_matmul_output")
+    wants_scores = _arrays.as_bool(return_qk_matmul_output, "return_qk_matmul_output")
     q = _by_head(q, "Q", q_num_heads, "q_num_heads")
     k = _by_head(k, "K", kv_num_heads, "kv_num_heads")
     v = _by_head(v, "V", kv_num_heads, "kv_num_heads")

@@ -184,11 +184,11 @@ def _is_row(problem: Problem) -> Any:
 def _order(problem: Problem) -> tuple[Array, Array]:
     """(..., 1, L, S): the keys that lengths, causal and window allow, and how far each is behind.
 
-    Both count from the first key of the array: query i stands at i + shift, key j at j.
+    Both count from the first key of the array: query i stands at i + diagonal, key j at j.
     """
     s = problem.k.shape[-2]
     i, j = np.arange(problem.out.shape[-2])[:, None], np.arange(s)
-    distance = i + _column(problem, _problem.SHIFT, problem.shift) - j
+    distance = i + _column(problem, _problem.DIAGONAL, problem.diagonal) - j
     there = _is_row(problem) & (j < _column(problem, _problem.K_LENGTH, s))
     return there & _numpy.in_order(problem.rules, distance), distance
 

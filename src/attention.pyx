@@ -36,14 +36,14 @@ from libc.stdint cimport int64_t
 from libc.string cimport memset
 
 from qkv_ext._core._kernels cimport (
-    LANES, PANEL, QKV_BFLOAT16, QKV_FLOAT16, QKV_SOFTCAP, TILE, free_order, new_order, parallel_for,
-    qkv_build, qkv_enter_float_mode, qkv_float_mode, qkv_leave_float_mode, qkv_run, release,
-    scratch, table, take_turn, wait_turn,
+    LANES, PANEL, QKV_BFLOAT16, QKV_FLOAT16, QKV_SOFTCAP, TILE, free_sequencer, new_sequencer,
+    ordered_commit, ordered_wait, parallel_for, qkv_build, qkv_enter_float_mode, qkv_float_mode,
+    qkv_leave_float_mode, qkv_run, release, scratch, table,
 )
 
 from src.contract cimport (
     ADDRESSES, COLUMNS, ITEM, K_ADDRESS, K_LENGTH, K_SCALE_ADDRESS, K_START, Q_LENGTH, Q_ROOM,
-    Q_START, SHIFT, V_ADDRESS, V_SCALE_ADDRESS,
+    Q_START, DIAGONAL, V_ADDRESS, V_SCALE_ADDRESS,
 )
 from src.types cimport AS_IT_IS, Arena, Call, Item, Partial, Plan, Stride, Task, Workspace
 from src.plan cimport lay_tasks, task_at
@@ -98,7 +98,7 @@ cdef int compare(python, dict compiled) except -1:
 compare(_packed, {"PANEL": PANEL})
 compare(_problem, {
     "ITEM": ITEM, "Q_START": Q_START, "Q_LENGTH": Q_LENGTH, "Q_ROOM": Q_ROOM, "K_START": K_START,
-    "K_LENGTH": K_LENGTH, "SHIFT": SHIFT, "COLUMNS": COLUMNS,
+    "K_LENGTH": K_LENGTH, "DIAGONAL": DIAGONAL, "COLUMNS": COLUMNS,
     "TILE": TILE, "SLACK": LANES * sizeof(float), "K_ADDRESS": K_ADDRESS, "V_ADDRESS": V_ADDRESS,
     "K_SCALE_ADDRESS": K_SCALE_ADDRESS, "V_SCALE_ADDRESS": V_SCALE_ADDRESS, "ADDRESSES": ADDRESSES,
 })
@@ -114,7 +114,7 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
     cdef Workspace ws
     task_at(call, index, &task)
     # first of all: while it waits, this worker may use its workspace for the rows of another task
-    if task.item.splits > 1 and wait_turn(call.arena.order, task.partial, worker, run):
+    if task.item.splits > 1 and ordered_wait(call.arena.sequencer, task.partial, worker, run):
         return
     bind_workspace(call, worker, run, &ws)
     if task.item.blocks > 1 and ws.head[0] != task.head:
@@ -124,7 +124,7 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
     if task.item.splits > 1:
         if process_split(call, &task, &ws):
             store_partial(call, &task, &ws)
-            take_turn(call.arena.order, task.partial, worker, run)
+            ordered_commit(call.arena.sequencer, task.partial, worker, run)
         return
     if task.item.splits_per_task > 1:
         if process_splits(call, &task, &ws, AS_IT_IS) and not finish_rows(call, &task, &ws, False):
@@ -191,7 +191,7 @@ cdef int run(Call *call, int threads) except -1:
     memory = lay_arena(call, threads)
     try:
         if plan.partials:
-            call.arena.order = new_order(call.arena.slots, reduce_partial, call)
+            call.arena.sequencer = new_sequencer(call.arena.slots, reduce_partial, call)
         with nogil:
             if plan.absent:
                 parallel_for(fill_absent, call, plan.count * call.shape.heads, 1, threads)
@@ -199,8 +199,8 @@ cdef int run(Call *call, int threads) except -1:
             if call.arena.left_over.count > 0:
                 parallel_for(redo_unit, call, call.arena.left_over.count, 1, threads)
     finally:
-        if call.arena.order != NULL:
-            free_order(call.arena.order)
+        if call.arena.sequencer != NULL:
+            free_sequencer(call.arena.sequencer)
         release(memory)
     return 0
 
@@ -274,8 +274,8 @@ cdef void describe_arrays(Call *call, const Views *x) noexcept nogil:
         call.plan.count = x.spans.shape[0]
 
 
-cdef void describe_items(Call *call, const Views *x, Py_ssize_t shift) noexcept nogil:
-    """The items, from the spans where there are any; shift is of those that have none."""
+cdef void describe_items(Call *call, const Views *x, Py_ssize_t diagonal) noexcept nogil:
+    """The items, from the spans where there are any; diagonal is of those that have none."""
     cdef Py_ssize_t n, owner, rows = x.out.shape[x.out.ndim - 2]
     cdef const int64_t *span = NULL
     cdef Item *item
@@ -284,10 +284,10 @@ cdef void describe_items(Call *call, const Views *x, Py_ssize_t shift) noexcept 
         item = &call.plan.items[n]
         owner = n
         item.L = item.padded_len = rows
-        item.S, item.shift = call.shape.S, shift
+        item.S, item.diagonal = call.shape.S, diagonal
         if x.spans.buf != NULL:
             span = <const int64_t *> x.spans.buf + COLUMNS * n
-            owner, item.shift = span[ITEM], span[SHIFT]
+            owner, item.diagonal = span[ITEM], span[DIAGONAL]
             item.L, item.padded_len, item.S = span[Q_LENGTH], span[Q_ROOM], span[K_LENGTH]
         item.q = item_ptr(&x.q, &x.out, owner)
         item.k = item_ptr(&x.k, &x.out, owner)
@@ -312,11 +312,11 @@ cdef void describe_items(Call *call, const Views *x, Py_ssize_t shift) noexcept 
             item.v += span[K_START] * call.strides.v.row
 
 
-cdef int compute(Call *call, Views *x, Py_ssize_t shift, list lengths, int threads) except -1:
+cdef int compute(Call *call, Views *x, Py_ssize_t diagonal, list lengths, int threads) except -1:
     """Sizes, items and strides from the arrays, then the work.
 
-    shift is of items without spans.  Where there are lengths, items have so many keys instead of S,
-    and the last of them and the last query stand at the same position.
+    diagonal is of items without spans.  Where there are lengths, items have so many keys instead
+    of S, and the last of them and the last query stand at the same position.
     """
     cdef Py_ssize_t n
     cdef Item one
@@ -330,11 +330,11 @@ cdef int compute(Call *call, Views *x, Py_ssize_t shift, list lengths, int threa
     if call.plan.count > 1:
         call.plan.items = <Item *> scratch(<double> call.plan.count * sizeof(Item))
     try:
-        describe_items(call, x, shift)
+        describe_items(call, x, diagonal)
         if lengths is not None:
             for n in range(call.plan.count):
                 call.plan.items[n].S = lengths[n]
-                call.plan.items[n].shift = call.plan.items[n].S - x.out.shape[x.out.ndim - 2]
+                call.plan.items[n].diagonal = call.plan.items[n].S - x.out.shape[x.out.ndim - 2]
         run(call, threads)
     finally:
         if call.plan.items != &one:
@@ -433,7 +433,7 @@ cdef int take_pages(Call *call, Views *x, pages) except -1:
 
 # Where a Problem and its Rules have each of their fields.
 cdef struct Fields:
-    int q, k, v, mask, scale, shift, rules, out, weights, lse, threads, pages
+    int q, k, v, mask, scale, diagonal, rules, out, weights, lse, threads, pages
 
 cdef struct RuleFields:
     int left, right, softcap, slopes, sinks, spans
@@ -475,7 +475,7 @@ cdef int attend(problem, int isa) except -1:
         acquire(rules[RULE.spans], &x.spans, PyBUF_STRIDES)
         if pages is not None:
             take_pages(&call, &x, pages)
-        compute(&call, &x, given[FIELD.shift], None, given[FIELD.threads])
+        compute(&call, &x, given[FIELD.diagonal], None, given[FIELD.threads])
     finally:
         release_buffers(&x)
     return 0

@@ -68,7 +68,7 @@ cdef inline void store_exact(const Call *call, const Task *task, Workspace *ws) 
         next_row(call, task, r, &h, &i)
         if any_to_do(task, ws, r, 1, EXACT):
             out = row_out(call, task, ws, r, h, i)
-            call.ops.scaled(ws.partial.acc + r * Dv, Dv, ws.ones, out, Dv, 1, Dv)
+            call.ops.scale_rows(ws.partial.acc + r * Dv, Dv, ws.ones, out, Dv, 1, Dv)
             for d in range(Dv):
                 out[d] = NAN if isnan(out[d]) else out[d]
             store_row(call, task, ws, r, h, i)

@@ -29,10 +29,10 @@ cdef extern from "pool.h" nogil:
     int qkv_parallel_for(qkv_task *task, void *job, Py_ssize_t count, Py_ssize_t grain,
                          int threads, qkv_poll *poll)
     int qkv_stopped(qkv_run *run, int worker)
-    qkv_order *qkv_order_new(Py_ssize_t slots, qkv_retire *retire, void *job)
-    void qkv_order_free(qkv_order *order)
-    int qkv_order_wait(qkv_order *order, Py_ssize_t index, int worker, qkv_run *run)
-    void qkv_order_done(qkv_order *order, Py_ssize_t index, int worker, qkv_run *run)
+    qkv_sequencer *qkv_sequencer_new(Py_ssize_t slots, qkv_retire *retire, void *job)
+    void qkv_sequencer_free(qkv_sequencer *sequencer)
+    int qkv_ordered_wait(qkv_sequencer *sequencer, Py_ssize_t index, int worker, qkv_run *run)
+    void qkv_ordered_commit(qkv_sequencer *sequencer, Py_ssize_t index, int worker, qkv_run *run)
     void *qkv_alloc(size_t size)
     void qkv_free(void *block)
 
@@ -64,23 +64,25 @@ cdef int stopped(qkv_run *run, int worker) noexcept nogil:
     return qkv_stopped(run, worker)
 
 
-cdef qkv_order *new_order(Py_ssize_t slots, qkv_retire *retire, void *job) except NULL:
-    cdef qkv_order *order = qkv_order_new(slots, retire, job)
-    if order == NULL:
-        raise MemoryError(f"no memory for the order of {slots} parts")
-    return order
+cdef qkv_sequencer *new_sequencer(Py_ssize_t slots, qkv_retire *retire, void *job) except NULL:
+    cdef qkv_sequencer *sequencer = qkv_sequencer_new(slots, retire, job)
+    if sequencer == NULL:
+        raise MemoryError(f"no memory for a sequencer of {slots} slots")
+    return sequencer
 
 
-cdef void free_order(qkv_order *order) noexcept nogil:
-    qkv_order_free(order)
+cdef void free_sequencer(qkv_sequencer *sequencer) noexcept nogil:
+    qkv_sequencer_free(sequencer)
 
 
-cdef int wait_turn(qkv_order *order, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil:
-    return qkv_order_wait(order, index, worker, run)
+cdef int ordered_wait(qkv_sequencer *sequencer, Py_ssize_t index, int worker,
+                      qkv_run *run) noexcept nogil:
+    return qkv_ordered_wait(sequencer, index, worker, run)
 
 
-cdef void take_turn(qkv_order *order, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil:
-    qkv_order_done(order, index, worker, run)
+cdef void ordered_commit(qkv_sequencer *sequencer, Py_ssize_t index, int worker,
+                         qkv_run *run) noexcept nogil:
+    qkv_ordered_commit(sequencer, index, worker, run)
 
 
 cdef void *scratch(double size) except NULL:

@@ -50,13 +50,13 @@ cdef inline const float *rows_of(const Call *call, const char *base, Py_ssize_t 
 
 cdef inline void times_product(const Call *call, int kind, const float *a, Py_ssize_t lda,
                                const char *b, Py_ssize_t ldb, float *c, Py_ssize_t ldc,
-                               const float *keep, Py_ssize_t m, Py_ssize_t n,
+                               const float *beta, Py_ssize_t m, Py_ssize_t n,
                                Py_ssize_t k) noexcept nogil:
     """A product with b as it is stored."""
     if kind == QKV_FLOAT32:
-        call.ops.product(a, lda, <const float *> b, ldb, c, ldc, keep, m, n, k)
+        call.ops.product(a, lda, <const float *> b, ldb, c, ldc, beta, m, n, k)
     else:
-        call.ops.product_stored(kind, a, lda, b, ldb, c, ldc, keep, m, n, k)
+        call.ops.product_stored(kind, a, lda, b, ldb, c, ldc, beta, m, n, k)
 
 
 # ---- keys ----------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ cdef inline void score_panel(const Call *call, const Tile *keys, Py_ssize_t c, c
                       keys.start + qkv_bytes(keys.kind, c * D + d * PANEL), PANEL, s, lds,
                       ones if d else NULL, m, columns, depth)
     if keys.scale != NULL:
-        call.ops.times(s, lds, m, columns, keys.scale + c)
+        call.ops.scale_columns(s, lds, m, columns, keys.scale + c)
 
 
 cdef inline void scale_panels(const Call *call, Workspace *ws, Py_ssize_t n,
@@ -122,7 +122,8 @@ cdef inline void scale_panels(const Call *call, Workspace *ws, Py_ssize_t n,
         call.ops.widen(keys.kind, keys.start, 0, ws.panels, 1,
                        (n + PANEL - 1) // PANEL * PANEL * call.shape.D)
     for c from 0 <= c < n by PANEL:
-        call.ops.times(ws.panels + c * call.shape.D, PANEL, call.shape.D, PANEL, keys.scale + c)
+        call.ops.scale_columns(ws.panels + c * call.shape.D, PANEL, call.shape.D, PANEL,
+                               keys.scale + c)
     keys.kind, keys.start, keys.scale = QKV_FLOAT32, <const char *> ws.panels, NULL
 
 
@@ -216,7 +217,7 @@ cdef inline void add_values(const Call *call, Workspace *ws, const Tile *values,
     cdef Py_ssize_t lds = TILE + LANES, c, width, Dv = call.shape.Dv
     cdef float *weights = ws.scores + r * lds + start
     if values.scale != NULL:
-        call.ops.times(weights, lds, m, end - start, values.scale + start)
+        call.ops.scale_columns(weights, lds, m, end - start, values.scale + start)
     for c from 0 <= c < Dv by values.width:
         width = min(values.width, Dv - c)
         times_product(call, values.kind, weights, lds, rows_from(values, c, start, width),

@@ -26,12 +26,12 @@ from qkv_ext._core._kernels cimport (
 
 import numpy
 
-from qkv_ext._core._arrays import MOST as MOST_AXES
+from qkv_ext._core._arrays import MAX_NDIM as MOST
 
 BUILD = qkv_build.decode()
 
 
-cdef int MOST = MOST_AXES
+cdef int MAX_NDIM = MOST
 cdef object float32 = numpy.dtype("float32")
 cdef object ndarray = numpy.ndarray
 cdef object empty = numpy.empty
@@ -262,7 +262,7 @@ cdef plain_product(int isa, a, b, bias, Py_ssize_t columns, int least, int threa
     try:
         if not (take(a, &a_view) and take(b, &b_view) and (bias is None or take(bias, &bias_view))):
             return None
-        if not least <= a_view.ndim <= MOST or a_view.len == 0:
+        if not least <= a_view.ndim <= MAX_NDIM or a_view.len == 0:
             return None
         if b_view.ndim != (3 if columns else 2):
             return None

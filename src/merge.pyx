@@ -23,12 +23,12 @@ from qkv_ext._core._kernels cimport (
 
 import numpy
 
-from qkv_ext._core._arrays import MOST as MOST_AXES
+from qkv_ext._core._arrays import MAX_NDIM as MOST
 
 BUILD = qkv_build.decode()
 
 
-cdef int MOST = MOST_AXES
+cdef int MAX_NDIM = MOST
 cdef object float32 = numpy.dtype("float32")
 cdef object ndarray = numpy.ndarray
 cdef object empty = numpy.empty
@@ -296,7 +296,7 @@ cdef list in_turn(outputs, lses):
             return None
         if n == 0:
             shape = output.shape
-            if not 2 <= len(shape) <= MOST:
+            if not 2 <= len(shape) <= MAX_NDIM:
                 return None
         if output.shape != shape or lse.shape != shape[:len(shape) - 1]:
             return None

@@ -25,12 +25,12 @@ from qkv_ext._core._kernels cimport (
 
 import numpy
 
-from qkv_ext._core._arrays import MOST as MOST_AXES
+from qkv_ext._core._arrays import MAX_NDIM as MOST
 
 BUILD = qkv_build.decode()
 
 
-cdef int MOST = MOST_AXES
+cdef int MAX_NDIM = MOST
 cdef object float16 = numpy.dtype("float16")
 cdef object float32 = numpy.dtype("float32")
 cdef object int64 = numpy.dtype("int64")
@@ -327,7 +327,7 @@ cdef bint same_place(const Py_buffer *x, const Py_buffer *out) noexcept nogil:
 cdef bint fit(const Views *v, bint blhd, rotary_dim) except -1:
     """Whether x and the tables of a plain call go together as they are."""
     cdef Py_ssize_t n, width
-    if (not (4 if blhd else 2) <= v.x.ndim <= MOST or v.x.len == 0 or v.cos.ndim != 2
+    if (not (4 if blhd else 2) <= v.x.ndim <= MAX_NDIM or v.x.len == 0 or v.cos.ndim != 2
             or v.sin.ndim != 2 or v.cos.shape[0] != v.sin.shape[0]
             or v.cos.shape[1] != v.sin.shape[1]
             or not (readable(&v.x, v.x.itemsize) and readable(&v.cos, sizeof(float))

@@ -29,12 +29,12 @@ cdef inline void gather_rows(const Call *call, const Task *task, Workspace *ws) 
         source = row_at(task.item.q, call.strides.q, h, i)
         target = ws.q + r * D
         if call.shape.kind == QKV_FLOAT32:
-            call.ops.scaled(<const float *> source, stride // <Py_ssize_t> sizeof(float),
-                            ws.scales, target, D, n, D)
+            call.ops.scale_rows(<const float *> source, stride // <Py_ssize_t> sizeof(float),
+                                ws.scales, target, D, n, D)
         else:
             call.ops.widen(call.shape.kind, source, stride // <Py_ssize_t> sizeof(uint16_t), target,
                            n, D)
-            call.ops.scaled(target, D, ws.scales, target, D, n, D)
+            call.ops.scale_rows(target, D, ws.scales, target, D, n, D)
         r += n
 
 
@@ -51,7 +51,7 @@ cdef inline void start_rows(const Call *call, const Task *task, Workspace *ws) n
         next_row(call, task, r, &h, &i)
         row = &ws.rows[r]
         row[0] = call.rules.row
-        position = i + item.shift
+        position = i + item.diagonal
         row.lo = min(max(position - call.rules.left, 0), item.S)
         row.hi = min(max(position + call.rules.right + 1, row.lo), item.S)
         row.position = position
@@ -137,13 +137,13 @@ cdef inline bint scale_rows(const Call *call, const Task *task, Workspace *ws) n
     cdef Py_ssize_t stride = call.strides.out.head if call.shape.group > 1 else call.strides.out.row
     cdef bint fine = True
     if call.shape.kind != QKV_FLOAT32:
-        return call.ops.scaled(ws.partial.acc, Dv, ws.factor, ws.values, Dv, task.m, Dv)
+        return call.ops.scale_rows(ws.partial.acc, Dv, ws.factor, ws.values, Dv, task.m, Dv)
     while r < task.m:
         n = contiguous_run(call, task, r)
         find_row(call, task, r, &h, &i)
-        fine = call.ops.scaled(ws.partial.acc + r * Dv, Dv, ws.factor + r,
-                               row_out(call, task, ws, r, h, i),
-                               stride // <Py_ssize_t> sizeof(float), n, Dv) and fine
+        fine = call.ops.scale_rows(ws.partial.acc + r * Dv, Dv, ws.factor + r,
+                                   row_out(call, task, ws, r, h, i),
+                                   stride // <Py_ssize_t> sizeof(float), n, Dv) and fine
         r += n
     return fine
 
@@ -171,8 +171,8 @@ cdef inline bint finish_rows(const Call *call, const Task *task, Workspace *ws,
         if not again or ws.todo[r] == PENDING:
             out = row_out(call, task, ws, r, h, i)
             fine = all_fine or (not isnan(ws.factor[r])
-                                and call.ops.scaled(partial.acc + r * Dv, Dv, ws.factor + r, out,
-                                                    Dv, 1, Dv))
+                                and call.ops.scale_rows(partial.acc + r * Dv, Dv, ws.factor + r,
+                                                        out, Dv, 1, Dv))
             ws.todo[r] = DONE if fine else PENDING
             if fine:
                 write_weights(call, row, partial.row_max[r], ws.factor[r])

@@ -20,12 +20,12 @@ from qkv_ext._core._kernels cimport (
 
 import numpy
 
-from qkv_ext._core._arrays import MOST as MOST_AXES
+from qkv_ext._core._arrays import MAX_NDIM as MOST
 
 BUILD = qkv_build.decode()
 
 
-cdef int MOST = MOST_AXES
+cdef int MAX_NDIM = MOST
 cdef object float32 = numpy.dtype("float32")
 cdef object ndarray = numpy.ndarray
 cdef object empty = numpy.empty
@@ -72,7 +72,7 @@ cdef void long_row(const Call *call, const float *x, float *out, int worker,
     for j from 0 <= j < call.n by PIECE:  # pass 3: the weights
         if stopped(run, worker):
             return
-        call.ops.scaled(out + j, 0, &factor, out + j, 0, 1, min(PIECE, call.n - j))
+        call.ops.scale_rows(out + j, 0, &factor, out + j, 0, 1, min(PIECE, call.n - j))
 
 
 cdef int run(Call *call, const Py_buffer *x, const Py_buffer *out, int threads, int isa) except -1:
@@ -122,7 +122,7 @@ cdef plain(int isa, array, int threads):
     PyObject_GetBuffer(array, &x, PyBUF_STRIDES)
     found = qkv_enter_float_mode()
     try:
-        if (not 0 < x.ndim <= MOST or x.len == 0 or <size_t> x.buf % sizeof(float)
+        if (not 0 < x.ndim <= MAX_NDIM or x.len == 0 or <size_t> x.buf % sizeof(float)
                 or not PyBuffer_IsContiguous(&x, b"C")):
             return None
         output = empty(array.shape, float32)

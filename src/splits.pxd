@@ -58,10 +58,10 @@ cdef inline bint process_split(const Call *call, const Task *task, Workspace *ws
     cdef Py_ssize_t r, Dv = call.shape.Dv
     if not process_tiles(call, task, ws, AS_IT_IS, NULL):
         return False
-    if call.ops.scaled(sums, Dv, ws.ones, sums, Dv, task.m, Dv):
+    if call.ops.scale_rows(sums, Dv, ws.ones, sums, Dv, task.m, Dv):
         return True
     for r in range(task.m):
-        ws.todo[r] = DONE if call.ops.scaled(sums, Dv, ws.ones, sums, Dv, 1, Dv) else PENDING
+        ws.todo[r] = DONE if call.ops.scale_rows(sums, Dv, ws.ones, sums, Dv, 1, Dv) else PENDING
         sums += Dv
     return look_at_values(call, task, ws)
 

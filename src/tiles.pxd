@@ -53,7 +53,7 @@ cdef inline void score_tile(const Call *call, const Task *task, Workspace *ws, P
     if task.scaled and keys.scale != NULL:
         scale_panels(call, ws, n, &keys)
     elif (keys.scale != NULL and (call.rules.large_scales or not is_small(ws.reach))
-            and not call.ops.scaled(keys.scale, n, &ws.reach, ws.v_scale, n, 1, n)):
+            and not call.ops.scale_rows(keys.scale, n, &ws.reach, ws.v_scale, n, 1, n)):
         for r in range(task.m):
             ws.partial.nonfinite_v[r] |= LARGE
     for c from 0 <= c < n by PANEL:

@@ -18,7 +18,7 @@ Part of attention.pyx, as the other .pxd here are: each one cimports those befor
 
 from libc.stdint cimport int64_t, uint8_t
 
-from qkv_ext._core._kernels cimport qkv_kernels, qkv_order, qkv_row, qkv_run
+from qkv_ext._core._kernels cimport qkv_kernels, qkv_sequencer, qkv_row, qkv_run
 
 
 cdef enum:
@@ -65,7 +65,7 @@ cdef struct Item:
     const float *slopes  # [heads] or NULL
     Py_ssize_t L, S      # its own lengths
     Py_ssize_t padded_len  # rows that are its own, of which L are there
-    Py_ssize_t shift     # query i stands at key i + shift
+    Py_ssize_t diagonal     # query i stands at key i + diagonal
     Py_ssize_t block, blocks, splits
     Py_ssize_t splits_per_task  # one after the other
     bint use_dot_kernel  # dot products with the rows of K, no panels
@@ -127,7 +127,7 @@ cdef struct Arena:
     char *waiting
     size_t partial_size
     Py_ssize_t slots
-    qkv_order *order
+    qkv_sequencer *sequencer
     Leftover left_over   # of the splits
 
 

@@ -244,7 +244,7 @@ def test_quota_of_the_control_group(files, expected, tmp_path):
         ({"OMP_NUM_THREADS": "4,2"}, (4, "OMP_NUM_THREADS")),  # OpenMP: a number for each level
         ({"OMP_NUM_THREADS": "many"}, (1, "the control group's CPU quota")),  # its own business
         ({"OMP_NUM_THREADS": "0"}, (1, "the control group's CPU quota")),
-        ({"QKV_EXT_NUM_THREADS": "100000"}, (_threads.MOST, "QKV_EXT_NUM_THREADS")),
+        ({"QKV_EXT_NUM_THREADS": "100000"}, (_threads.MAX_THREADS, "QKV_EXT_NUM_THREADS")),
     ],
 )
 def test_variables_win_over_the_quota(environment, expected, tmp_path):

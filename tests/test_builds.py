@@ -343,7 +343,7 @@ def test_freezers_find_the_modules(tmp_path):
         ({"ROWS": 5}, "tiles of 1 to 6 rows"),
         ({"VECS": 3}, "tiles of 2 or 4 vectors"),
         ({"VECS": 1}, "tiles of 2 or 4 vectors"),
-        ({"THIN_ROWS": 3}, "THIN_ROWS"),
+        ({"SKINNY_ROWS": 3}, "SKINNY_ROWS"),
         ({"VL": 2}, "vec is VL floats"),
     ],
 )

@@ -345,7 +345,7 @@ def test_joined_by_who_interrupts(rng):
     """A call that holds one of the locks is not waited for; the others are given back."""
     caches = [filled(*rows(rng, 2, 1, 1, 10, 4)) for _ in range(5)]
     for taken in caches:
-        with taken._turn(), pytest.raises(RuntimeError, match="this KVCache is in use"):
+        with taken._locked(), pytest.raises(RuntimeError, match="this KVCache is in use"):
             KVCache.concatenate(caches)
     assert KVCache.concatenate(caches).batch == 5
 

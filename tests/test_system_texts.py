@@ -146,7 +146,7 @@ def test_affinity_that_cannot_be_asked_for(monkeypatch):
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "QKV_EXT_NUM_THREADS"])
 def test_numbers_of_thousands_of_digits(name, python):
     """A positive integer like any other; what is none is said in few words."""
-    for digits, expected in (("9" * 5000, _threads.MOST), ("0" * 5000 + "2", 2)):
+    for digits, expected in (("9" * 5000, _threads.MAX_THREADS), ("0" * 5000 + "2", 2)):
         code = "from qkv_ext._core import _threads; print(_threads.DEFAULT, _threads.SOURCE)"
         assert python(code, **{name: digits}) == f"{expected} {name}"
     wrong = {name: "9" * 5000 + "x"}

@@ -204,20 +204,20 @@ def attention(store: Store, q: Any, given: Given) -> Checked[Problem]:
 def kept(sizes: Sizes, scoring: Scoring, dropped: list[int], lengths: list[int]) -> None:
     """Refuse a call in which a query row may see a key that was dropped.
 
-    Row i sees the keys i + shift - left to i + shift + right.  Both ends move on with i, so the
-    first row that sees any key sees the earliest.
+    Row i sees the keys i + diagonal - left to i + diagonal + right.  Both ends move on with i, so
+    the first row that sees any key sees the earliest.
     """
     if not any(dropped):
         return
     rules = scoring.rules
     for b, (gone, length) in enumerate(zip(dropped, lengths, strict=True)):
-        rows, there, shift = sizes.length, length, scoring.shift
+        rows, there, diagonal = sizes.length, length, scoring.diagonal
         if rules.spans is not None:
             span = rules.spans[b].tolist()
             rows, there = span[_problem.Q_LENGTH], span[_problem.K_LENGTH]
-            shift = span[_problem.SHIFT]
-        row = max(0, -(shift + rules.right))
-        first = max(0, row + shift - rules.left)
+            diagonal = span[_problem.DIAGONAL]
+        row = max(0, -(diagonal + rules.right))
+        first = max(0, row + diagonal - rules.left)
         if row < rows and first < min(gone, there):
             raise ValueError(
                 f"the cache has dropped the keys before {gone} of item {b}, but a query of this "

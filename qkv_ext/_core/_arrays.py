@@ -20,7 +20,7 @@ Array: TypeAlias = NDArray[Any]
 #: Copies (to, from) that are put off until it is known which rows are read.
 Later: TypeAlias = list[tuple[Array, Array]]
 
-MOST = 30  #: axes of an operand; NumPy broadcasts no more than 32, and heads are one more
+MAX_NDIM = 30  #: axes of an operand; NumPy broadcasts no more than 32, and heads are one more
 MOST_NUMBERS = 47  #: 2 to that power, of an operand: what can be addressed
 MOST_EMPTY = 36  #: the same where there are none, axes of length 0 counted as 1: minutes
 MOST_PRODUCTS = 1 << 62  #: of a call: years
@@ -114,7 +114,7 @@ def operand(x: Any, name: str, least: int, later: Later | None = None) -> Array:
         and x.dtype is FLOAT32
         and x.flags.carray
         and x.size
-        and least <= x.ndim <= MOST
+        and least <= x.ndim <= MAX_NDIM
     ):
         return x  # the plain case, quickly
     array = array_of(x, name)
@@ -126,8 +126,8 @@ def operand(x: Any, name: str, least: int, later: Later | None = None) -> Array:
     if array.ndim < least:
         axes = "1 axis" if least == 1 else f"{least} axes"
         raise ValueError(f"{name} has shape {array.shape}; expected at least {axes}")
-    if array.ndim > MOST:
-        raise ValueError(f"{name} has {array.ndim} axes; expected at most {MOST}")
+    if array.ndim > MAX_NDIM:
+        raise ValueError(f"{name} has {array.ndim} axes; expected at most {MAX_NDIM}")
     # of rows without a number, and of numbers that are broadcast, there may be any number
     exponent = MOST_NUMBERS if array.size else MOST_EMPTY
     if math.prod(n or 1 for n in array.shape) > 1 << exponent:
@@ -293,7 +293,7 @@ def mask(given: Any, scores: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return mask
 
 
-def switch(value: object, name: str) -> bool:
+def as_bool(value: object, name: str) -> bool:
     """A bool, and nothing that merely looks like one."""
     if value is True or value is False:
         return value

@@ -80,7 +80,7 @@ def attention(q: Any, k: Any, v: Any, given: Given) -> Checked[Problem]:
         and q.size
         and k.size
         and v.size
-        and _arrays.MOST >= q.ndim == k.ndim == v.ndim >= 2
+        and _arrays.MAX_NDIM >= q.ndim == k.ndim == v.ndim >= 2
     ):  # what each of them is, unless they are all plain
         (q, k, v), later = _operands(q, k, v, 2, given)
         if not q.ndim == k.ndim == v.ndim:
@@ -230,7 +230,7 @@ def problem(
     extras: tuple[Array, ...] = ()
     copies: Copies = ()
     return_weights, return_lse = given.return_weights, given.return_lse
-    if return_weights is not False and _arrays.switch(return_weights, "return_weights"):
+    if return_weights is not False and _arrays.as_bool(return_weights, "return_weights"):
         compute = _arrays.compute_dtype(sizes.dtype)
         own = np.empty((*sizes.rows, sizes.s), compute)
         weights = sizes.by_head(own)
@@ -238,7 +238,7 @@ def problem(
         if compute is not sizes.dtype:
             extras = (np.empty(own.shape, sizes.dtype),)
             copies = ((extras[0], own),)
-    if return_lse is not False and _arrays.switch(return_lse, "return_lse"):
+    if return_lse is not False and _arrays.as_bool(return_lse, "return_lse"):
         compute = _arrays.compute_dtype(sizes.dtype)
         if sizes.packed is None:
             own = np.empty(sizes.rows, compute)
@@ -247,9 +247,9 @@ def problem(
             own = np.empty((sizes.length, sizes.h), compute)
             lse = own.T[None]
         extras = (*extras, own)
-    mask, scale, shift, rules, _ = scoring
+    mask, scale, diagonal, rules, _ = scoring
     count = threads_of(given.threads)
-    fields = (q, k, v, mask, scale, shift, rules, out, weights, lse, count, pages)
+    fields = (q, k, v, mask, scale, diagonal, rules, out, weights, lse, count, pages)
     return tuple.__new__(Problem, fields), extras, copies  # Problem(...) in half the time
 
 

@@ -108,7 +108,7 @@ def rotary(
     if blhd:
         x, into = x.swapaxes(-3, -2), into.swapaxes(-3, -2)
     cos, sin, rows = rounded(cos, sin, rows, x.shape[-2], x.dtype)
-    neighbours = _arrays.switch(interleaved, "interleaved")
+    neighbours = _arrays.as_bool(interleaved, "interleaved")
     problem = Rotation(x, cos, sin, rows, neighbours, into, most)
     return problem, (output,), () if target is None else ((output, target),)
 

@@ -56,10 +56,10 @@ cdef extern from "kernels.h" nogil:
         const char *name
         Py_ssize_t rows
         void (*product)(const float *a, Py_ssize_t lda, const float *b, Py_ssize_t ldb, float *c,
-                        Py_ssize_t ldc, const float *keep, Py_ssize_t m, Py_ssize_t n,
+                        Py_ssize_t ldc, const float *beta, Py_ssize_t m, Py_ssize_t n,
                         Py_ssize_t k) noexcept nogil
         void (*product_stored)(int kind, const float *a, Py_ssize_t lda, const void *b,
-                               Py_ssize_t ldb, float *c, Py_ssize_t ldc, const float *keep,
+                               Py_ssize_t ldb, float *c, Py_ssize_t ldc, const float *beta,
                                Py_ssize_t m, Py_ssize_t n, Py_ssize_t k) noexcept nogil
         void (*dots)(const float *a, Py_ssize_t lda, const float *b, Py_ssize_t ldb, float *c,
                      Py_ssize_t ldc, Py_ssize_t m, Py_ssize_t n, Py_ssize_t k) noexcept nogil
@@ -70,8 +70,8 @@ cdef extern from "kernels.h" nogil:
                              float *factor) noexcept nogil
         void (*adjust)(float *s, Py_ssize_t n, Py_ssize_t first,
                        const qkv_row *row) noexcept nogil
-        int (*scaled)(const float *x, Py_ssize_t ldx, const float *factor, float *y,
-                      Py_ssize_t ldy, Py_ssize_t m, Py_ssize_t n) noexcept nogil
+        int (*scale_rows)(const float *x, Py_ssize_t ldx, const float *factor, float *y,
+                          Py_ssize_t ldy, Py_ssize_t m, Py_ssize_t n) noexcept nogil
         int (*split_finite)(const float *x, Py_ssize_t ldx, float *finite, float *code,
                             Py_ssize_t m, Py_ssize_t n) noexcept nogil
         void (*weights)(const float *x, float max, float factor, float *y,
@@ -81,8 +81,8 @@ cdef extern from "kernels.h" nogil:
         void (*softmax)(const float *x, float *y, Py_ssize_t n) noexcept nogil
         void (*widen)(int kind, const void *x, Py_ssize_t ldx, float *y, Py_ssize_t m,
                       Py_ssize_t n) noexcept nogil
-        void (*times)(float *s, Py_ssize_t lds, Py_ssize_t m, Py_ssize_t n,
-                      const float *factor) noexcept nogil
+        void (*scale_columns)(float *s, Py_ssize_t lds, Py_ssize_t m, Py_ssize_t n,
+                              const float *factor) noexcept nogil
         void (*narrow)(int kind, const float *x, uint16_t *y, Py_ssize_t n) noexcept nogil
         float (*to_int8)(const float *x, int8_t *y, Py_ssize_t n) noexcept nogil
         void (*rotate_halves)(int kind, const void *a, const void *b, const float *cosines,
@@ -107,7 +107,7 @@ cdef extern from "pool.h" nogil:
     ctypedef struct qkv_run:
         pass
     ctypedef void qkv_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil
-    ctypedef struct qkv_order:
+    ctypedef struct qkv_sequencer:
         pass
     ctypedef void qkv_retire(void *job, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil
 
@@ -127,11 +127,13 @@ cdef int parallel_for(qkv_task *task, void *job, Py_ssize_t count, Py_ssize_t gr
                       int threads) except -1 nogil
 cdef int stopped(qkv_run *run, int worker) noexcept nogil
 
-# The qkv_order functions of pool.h; new_order raises MemoryError.
-cdef qkv_order *new_order(Py_ssize_t slots, qkv_retire *retire, void *job) except NULL
-cdef void free_order(qkv_order *order) noexcept nogil
-cdef int wait_turn(qkv_order *order, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil
-cdef void take_turn(qkv_order *order, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil
+# The qkv_sequencer functions of pool.h; new_sequencer raises MemoryError.
+cdef qkv_sequencer *new_sequencer(Py_ssize_t slots, qkv_retire *retire, void *job) except NULL
+cdef void free_sequencer(qkv_sequencer *sequencer) noexcept nogil
+cdef int ordered_wait(qkv_sequencer *sequencer, Py_ssize_t index, int worker,
+                      qkv_run *run) noexcept nogil
+cdef void ordered_commit(qkv_sequencer *sequencer, Py_ssize_t index, int worker,
+                         qkv_run *run) noexcept nogil
 
 # qkv_alloc of pool.h, but raises MemoryError; size is a double so that it cannot wrap around.
 cdef void *scratch(double size) except NULL

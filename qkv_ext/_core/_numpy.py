@@ -56,7 +56,7 @@ def _items(problem: Problem) -> Iterator[Problem]:
         spans = rules.spans.tolist()
     elif pages is not None:
         length, s = problem.out.shape[-2], max(pages.lengths, default=0)
-        spans = [[n, 0, length, length, 0, s, problem.shift] for n in range(len(pages.items))]
+        spans = [[n, 0, length, length, 0, s, problem.diagonal] for n in range(len(pages.items))]
     else:
         yield problem
         return
@@ -68,9 +68,9 @@ def _items(problem: Problem) -> Iterator[Problem]:
 
     for array, value in ((problem.out, 0), (problem.weights, 0), (problem.lse, -np.inf)):
         if array is not None:
-            array[...] = value  # rows past an item's length are no rows
+            array[...] = value  # padding rows: those past an item's length
     for n, span in enumerate(spans):
-        item, q_start, q_length, _, k_start, k_length, shift = span
+        item, q_start, q_length, _, k_start, k_length, diagonal = span
         queries = slice(q_start, q_start + q_length)
         keys = slice(k_start, k_start + k_length)
         index = np.unravel_index(item, lead)
@@ -88,7 +88,7 @@ def _items(problem: Problem) -> Iterator[Problem]:
             k=own(problem.k, item, keys) if pages is None else pages.keys(item, k_length),
             v=own(problem.v, item, keys) if pages is None else pages.values(item, k_length),
             mask=mask,
-            shift=shift,
+            diagonal=diagonal,
             rules=rules._replace(spans=None, slopes=slopes),
             out=problem.out[index][:, queries],
             weights=None if problem.weights is None else problem.weights[index][:, queries, keys],
@@ -143,7 +143,7 @@ def _attend(problem: Problem, item: tuple[Any, ...], heads: slice, queries: slic
     if problem.rules.sinks is not None:
         sinks = problem.rules.sinks[all_heads].reshape(hkv, group, 1, 1)
 
-    positions = np.arange(queries.start, queries.stop) + problem.shift
+    positions = np.arange(queries.start, queries.stop) + problem.diagonal
     scores, allowed = _scores(problem, q, k, positions, mask, slopes)
     weights, total, lse = _softmax(scores, allowed, sinks)
     output = _times_values(weights, total, allowed, v)
@@ -272,7 +272,9 @@ def _times_nonfinite(
         _add_nonfinite(weights[..., keys], some, v[..., keys, :], output)
     for row in zip(*np.nonzero(beyond[..., 0]), strict=True):
         values = v[(*row[:-2], 0)]  # the one key/value head of the row's group
-        output[row] = _plain_row(weights[row], values, True if allowed is None else allowed[row])
+        output[row] = _reference_row(
+            weights[row], values, True if allowed is None else allowed[row]
+        )
 
 
 def _add_nonfinite(weights: Array, allowed: Array | None, v: Array, output: Array) -> None:
@@ -298,7 +300,7 @@ def _add_nonfinite(weights: Array, allowed: Array | None, v: Array, output: Arra
         output += sums[which]
 
 
-def _plain_row(weights: Array, v: Array, allowed: Any) -> Array:
+def _reference_row(weights: Array, v: Array, allowed: Any) -> Array:
     """The plain formula for one row: its allowed weights times V, in key order."""
     terms: Array = weights[allowed, None] * v[allowed]
     return np.asarray(terms.sum(axis=0))

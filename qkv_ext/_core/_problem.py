@@ -3,10 +3,10 @@
 Nothing of the package is imported here, so that checks and backends know each other by this alone.
 
 Query i stands at position i + offset on the axis of the keys, key j at j + key_offset.  Everything
-that depends on the two is brought to one number per batch item, shift = offset - key_offset: query
-i sees the keys of the array with
+that depends on the two is brought to one number per batch item, diagonal = offset - key_offset:
+query i sees the keys of the array with
 
-    i + shift - left  <=  j  <=  i + shift + right
+    i + diagonal - left  <=  j  <=  i + diagonal + right
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Rules(NamedTuple):
 PLAIN = Rules()
 CAUSAL = Rules(right=0)
 #: Columns of Rules.spans: whose arrays, the rows of q that are there and those that are the item's
-#: own, the rows of k and v that are there, and the shift.
-ITEM, Q_START, Q_LENGTH, Q_ROOM, K_START, K_LENGTH, SHIFT = range(7)
+#: own, the rows of k and v that are there, and the diagonal.
+ITEM, Q_START, Q_LENGTH, Q_ROOM, K_START, K_LENGTH, DIAGONAL = range(7)
 COLUMNS = 7
 
 # ---- pages of a KVCache, which _cache/_pages.py draws -------------------------------------------
@@ -93,9 +93,9 @@ class Scoring(NamedTuple):
 
     mask: Array | None  # as in a Problem
     scale: float
-    shift: int
+    diagonal: int
     rules: Rules
-    key_offset: int  # which shift has in it already
+    key_offset: int  # which diagonal has in it already
 
 
 class Problem(NamedTuple):
@@ -106,7 +106,7 @@ class Problem(NamedTuple):
     v: Any  # (..., Hkv, S, Dv)
     mask: Array | None  # bool, or the dtype of computation; broadcasts to (..., H, L, S)
     scale: float
-    shift: int  # of every item, where rules.spans has none
+    diagonal: int  # of every item, where rules.spans has none
     rules: Rules
     out: Array  # (..., H, L, Dv)
     weights: Array | None  # (..., H, L, S), in the dtype of computation

@@ -13,6 +13,7 @@ from qkv_ext._core._options import DEFAULT, Given
 from qkv_ext._core._problem import (
     CAUSAL,
     COLUMNS,
+    DIAGONAL,
     ITEM,
     K_LENGTH,
     K_START,
@@ -21,7 +22,6 @@ from qkv_ext._core._problem import (
     Q_LENGTH,
     Q_ROOM,
     Q_START,
-    SHIFT,
     Rules,
     Scoring,
     Sizes,
@@ -125,19 +125,19 @@ def options(given: Given, sizes: Sizes) -> Scoring:
         key_offset = offset(key_offset, "key_offset")
     no_lengths = given.q_lengths is given.kv_lengths is keys is None
     if no_lengths and given.query_offset is packed is None:
-        shift = (s - length if bottom_right else 0) - key_offset
+        diagonal = (s - length if bottom_right else 0) - key_offset
     else:
-        shift, spans = _spans(given, sizes, bottom_right, key_offset)
+        diagonal, spans = _spans(given, sizes, bottom_right, key_offset)
         rules = rules if spans is None else rules._replace(spans=spans)
     mask = given.mask
     if mask is not None:
         mask = sizes.by_head(_arrays.mask(mask, (*sizes.rows, s), compute))
-    return new(Scoring, (mask, scale, shift, rules, key_offset))
+    return new(Scoring, (mask, scale, diagonal, rules, key_offset))
 
 
 def _rules(given: Given, lead: tuple[int, ...], h: int, compute: np.dtype[Any]) -> Rules:
     """What a score obeys beyond the scale, but for lengths and offsets."""
-    left, right = OPEN, 0 if _arrays.switch(given.causal, "causal") else OPEN
+    left, right = OPEN, 0 if _arrays.as_bool(given.causal, "causal") else OPEN
     if given.window is not None:
         left, most = _window(given.window)
         right = min(right, most)
@@ -160,7 +160,7 @@ def _align(bottom_right: bool, keys: Any, queries: Any) -> Any:
 def _spans(
     given: Given, sizes: Sizes, bottom_right: bool, key_offset: int
 ) -> tuple[int, Array | None]:
-    """The shift of every item where they have one and no lengths, else the spans of the items.
+    """The diagonal of every item where they have one and no lengths, else the spans of the items.
 
     An item is one of the first axis, as often as the axes between it and the heads say.
     """
@@ -184,10 +184,10 @@ def _spans(
     if given.kv_lengths is not None:
         table[:, K_LENGTH] = _kv_lengths(given.kv_lengths, sizes, table[:, K_LENGTH])
     if query_offset is not None:
-        shift = integers(query_offset, "query_offset", batch if rank else None, -OPEN, OPEN)
+        diagonal = integers(query_offset, "query_offset", batch if rank else None, -OPEN, OPEN)
     else:
-        shift = _align(bottom_right, table[:, K_LENGTH], table[:, Q_LENGTH])
-    table[:, SHIFT] = shift - key_offset
+        diagonal = _align(bottom_right, table[:, K_LENGTH], table[:, Q_LENGTH])
+    table[:, DIAGONAL] = diagonal - key_offset
     if sizes.packed is None:
         table = np.repeat(table, math.prod(sizes.lead[1:]), axis=0)
         table[:, ITEM] = np.arange(len(table))
@@ -218,10 +218,10 @@ def positions(
     they are appended, keys are as many as queries: (L,) or (B, L).  Padding stands nowhere; it is
     given position 0, so that it never asks for a longer table.
     """
-    _, _, shift, rules, key_offset = scoring
+    _, _, diagonal, rules, key_offset = scoring
     length, s, spans = sizes.length, sizes.s, rules.spans
     if spans is None:
-        start = shift + key_offset
+        start = diagonal + key_offset
         first, count = (key_offset, s) if before is None else (s - length + key_offset, length)
         return range(start, start + length), range(first, first + count)
     i = np.arange(length)
@@ -230,7 +230,7 @@ def positions(
         return np.zeros((sizes.lead[0], length), np.int64), np.zeros(s, np.int64)
     spans = spans[::inner]
     there = i < spans[:, Q_LENGTH, None]
-    queries = np.where(there, i + spans[:, SHIFT, None] + key_offset, 0)
+    queries = np.where(there, i + spans[:, DIAGONAL, None] + key_offset, 0)
     if before is not None:
         keys = i + np.array(before, np.int64)[:, None] + key_offset
         return queries, np.where(there, keys, 0)

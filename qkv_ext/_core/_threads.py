@@ -16,7 +16,7 @@ import numpy as np
 
 from qkv_ext._core._arrays import shown
 
-MOST = 256  #: what the pool of the compiled backends starts at most
+MAX_THREADS = 256  #: what the pool of the compiled backends starts at most
 
 
 class Unasked(int):
@@ -35,7 +35,7 @@ def _from_environment(environment: Mapping[str, str]) -> tuple[int, str] | None:
         value = environment.get(name, "").partition(",")[0].strip()  # OpenMP: a number a level
         number = _positive(value)
         if number is not None:
-            number = min(number, MOST)
+            number = min(number, MAX_THREADS)
             return number if name.startswith("QKV_EXT") else Unasked(number), name
         if value and name == "QKV_EXT_NUM_THREADS":  # OpenMP's has other forms: not ours to judge
             raise ValueError(f"{name} is {reprlib.repr(value)}; expected a positive integer")
@@ -115,7 +115,7 @@ def default_threads(
     quota = _quota(root)
     if quota < cpus:
         return Unasked(max(1, math.ceil(quota))), "the control group's CPU quota"
-    return Unasked(min(cpus, MOST)), "the CPUs that this process may run on"
+    return Unasked(min(cpus, MAX_THREADS)), "the CPUs that this process may run on"
 
 
 DEFAULT, SOURCE = default_threads()
@@ -125,10 +125,10 @@ def threads_of(threads: int | None) -> int:
     """The upper bound on threads of one call, from its threads= argument."""
     if threads is None:
         return DEFAULT
-    if type(threads) is int and 0 < threads <= MOST:
+    if type(threads) is int and 0 < threads <= MAX_THREADS:
         return threads
     if not isinstance(threads, (int, np.integer)) or isinstance(threads, bool):
         raise TypeError(f"threads is {shown(threads)}; expected a positive integer or None")
     if threads < 1:
         raise ValueError(f"threads is {shown(threads)}; expected a positive integer or None")
-    return min(int(threads), MOST)
+    return min(int(threads), MAX_THREADS)

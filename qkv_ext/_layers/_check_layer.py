@@ -297,7 +297,7 @@ def output(out: Any, layer: Projections, sizes: Sizes) -> None:
 
 def rotary(given: Any, interleaved: Any, rotary_dim: Any, layer: Projections) -> Rotary | None:
     """Check the tables of a call against the heads of the layer."""
-    neighbours = _arrays.switch(interleaved, "interleaved")
+    neighbours = _arrays.as_bool(interleaved, "interleaved")
     if given is None:
         if neighbours or rotary_dim is not None:
             option = "interleaved" if neighbours else "rotary_dim"

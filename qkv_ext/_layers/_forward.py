@@ -215,7 +215,7 @@ def step(
 
     One step for the threads that share the cache; if it fails the cache is as it was.
     """
-    with cache._turn():
+    with cache._locked():
         store = cache._store
         if not any(store.dropped):  # most steps are of few rows, and give no option
             pages, plain = store.pages(), _backends.default_backend(given.backend).plain_step

@@ -17,7 +17,7 @@ typedef __m256 vec;
 #define VL 8
 #define ROWS 6
 #define VECS 2
-#define THIN_ROWS 1
+#define SKINNY_ROWS 1
 #define V_REGISTERS "x"
 #define QKV_NAME "avx2"
 #define QKV_TABLE qkv_avx2
@@ -41,7 +41,7 @@ static inline vec v_sub(vec a, vec b) { return _mm256_sub_ps(a, b); }
 static inline vec v_mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
 static inline vec v_div(vec a, vec b) { return _mm256_div_ps(a, b); }
 static inline vec v_abs(vec a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
-static inline vec v_pick(vec a, vec b, vec x, vec y) {
+static inline vec v_select_lt(vec a, vec b, vec x, vec y) {
     return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
 }
 static inline vec v_max(vec a, vec b) { return _mm256_max_ps(a, b); }
@@ -58,12 +58,12 @@ static inline vec v_keep(vec s, const uint8_t *keep) {
 static inline vec v_bias(vec s, vec b) {
     return _mm256_blendv_ps(v_add(s, b), b, _mm256_cmp_ps(b, v_set1(-INFINITY), _CMP_EQ_OQ));
 }
-static inline float v_sum(vec x) {
+static inline float v_hsum(vec x) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
-static inline float v_largest(vec x) {
+static inline float v_hmax(vec x) {
     __m128 s = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     s = _mm_max_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
@@ -99,12 +99,12 @@ static inline void v_zip(vec *x) {
     x[0] = _mm256_permute2f128_ps(even, odd, 0x20);
     x[1] = _mm256_permute2f128_ps(even, odd, 0x31);
 }
-static inline vec v_sums(const vec *r) {
+static inline vec v_hsum_n(const vec *r) {
     vec low = _mm256_hadd_ps(_mm256_hadd_ps(r[0], r[1]), _mm256_hadd_ps(r[2], r[3]));
     vec high = _mm256_hadd_ps(_mm256_hadd_ps(r[4], r[5]), _mm256_hadd_ps(r[6], r[7]));
     return v_add(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
 }
-static inline vec v_maxima(const vec *r) {
+static inline vec v_hmax_n(const vec *r) {
     vec t[4];
     for (int i = 0; i < 4; i++) /* pairs of lanes, then fours, then halves; the order is hadd's */
         t[i] = v_max(_mm256_shuffle_ps(r[2 * i], r[2 * i + 1], _MM_SHUFFLE(2, 0, 2, 0)),

@@ -19,7 +19,7 @@ typedef __m512 vec;
 #define VL 16
 #define ROWS 6
 #define VECS 4
-#define THIN_ROWS 2
+#define SKINNY_ROWS 2
 #define V_REGISTERS "v"
 #define QKV_NAME "avx512"
 #define QKV_TABLE qkv_avx512
@@ -46,7 +46,7 @@ static inline vec v_sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
 static inline vec v_mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
 static inline vec v_div(vec a, vec b) { return _mm512_div_ps(a, b); }
 static inline vec v_abs(vec a) { return _mm512_abs_ps(a); }
-static inline vec v_pick(vec a, vec b, vec x, vec y) {
+static inline vec v_select_lt(vec a, vec b, vec x, vec y) {
     return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), x);
 }
 static inline vec v_max(vec a, vec b) { return _mm512_max_ps(a, b); }
@@ -63,8 +63,8 @@ static inline vec v_bias(vec s, vec b) {
     __mmask16 drop = _mm512_cmp_ps_mask(b, v_set1(-INFINITY), _CMP_EQ_OQ);
     return _mm512_mask_mov_ps(v_add(s, b), drop, b);
 }
-static inline float v_sum(vec x) { return _mm512_reduce_add_ps(x); }
-static inline float v_largest(vec x) { return _mm512_reduce_max_ps(x); }
+static inline float v_hsum(vec x) { return _mm512_reduce_add_ps(x); }
+static inline float v_hmax(vec x) { return _mm512_reduce_max_ps(x); }
 static inline vec low_pairs(vec a, vec b) {
     return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
 }
@@ -121,8 +121,8 @@ static inline void v_zip(vec *x) {
         vec high = op(EVEN_BLOCKS(u[2], u[3]), ODD_BLOCKS(u[2], u[3]));                            \
         return op(EVEN_BLOCKS(low, high), ODD_BLOCKS(low, high));                                  \
     }
-ACROSS_LANES(v_sums, v_add)
-ACROSS_LANES(v_maxima, v_max)
+ACROSS_LANES(v_hsum_n, v_add)
+ACROSS_LANES(v_hmax_n, v_max)
 static inline __m256i sixteen(const uint16_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
 static inline vec v_from_half(const uint16_t *p) { return _mm512_cvtph_ps(sixteen(p)); }
 static inline void v_to_half(uint16_t *p, vec x) {

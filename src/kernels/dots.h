@@ -74,7 +74,7 @@ static ALWAYS_INLINE void dots_group(const float *a, ptrdiff_t lda, const float 
                 UNROLL for (int p = 0; p < 2; p++) acc[i * keys + u + p] = pair[i][p];
         }
 #endif
-    v_store(sums, v_sums(acc));
+    v_store(sums, v_hsum_n(acc));
     UNROLL for (int i = 0; i < rows; i++)
         memcpy(c + i * ldc, sums + i * keys, (size_t)filled * sizeof *c);
 }

@@ -40,9 +40,9 @@ static inline vec v_tanh(vec x) {
     p = v_fma(p, z, v_set1(0x1.1106ca0p-3f));
     p = v_fma(p, z, v_set1(-0x1.5555320p-2f));
     near = v_fma(v_mul(p, z), a, a);
-    e = v_pick(v_set1(10.0f), a, v_set1(10.0f), a);
+    e = v_select_lt(v_set1(10.0f), a, v_set1(10.0f), a);
     e = v_exp(v_add(e, e));
     far = v_sub(v_set1(1.0f), v_div(v_set1(2.0f), v_add(e, v_set1(1.0f))));
-    a = v_pick(a, v_set1(0.625f), near, far);
-    return v_pick(x, v_zero(), v_sub(v_zero(), a), a);
+    a = v_select_lt(a, v_set1(0.625f), near, far);
+    return v_select_lt(x, v_zero(), v_sub(v_zero(), a), a);
 }

@@ -110,17 +110,17 @@ typedef struct {
     /* How many rows a product takes at a time; whole groups are the fastest. */
     ptrdiff_t rows;
 
-    /* c[m, n] ldc = a[m, k] lda . b[k, n] ldb, plus keep[i] c[i, :] where keep is not NULL.
+    /* c[m, n] ldc = a[m, k] lda . b[k, n] ldb, plus beta[i] c[i, :] where beta is not NULL.
        Each element is one chain of k steps from zero (fused, but in scalar), whatever m, n and the
        position. */
     void (*product)(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb, float *c,
-                    ptrdiff_t ldc, const float *keep, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k);
+                    ptrdiff_t ldc, const float *beta, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k);
 
     /* The same with b in storage, any but QKV_FLOAT32, and the very bits of a product with what
        widen makes of it.  b is read in whole vectors of LANES numbers, also where
        its last row ends. */
     void (*product_stored)(int kind, const float *a, ptrdiff_t lda, const void *b, ptrdiff_t ldb,
-                           float *c, ptrdiff_t ldc, const float *keep, ptrdiff_t m, ptrdiff_t n,
+                           float *c, ptrdiff_t ldc, const float *beta, ptrdiff_t m, ptrdiff_t n,
                            ptrdiff_t k);
 
     /* c[m, n] ldc = a[m, k] lda . b[n, k] ldb transposed: dot products of rows, for the few
@@ -146,8 +146,8 @@ typedef struct {
 
     /* y[m, n] ldy = factor[i] x[m, n] ldx; returns whether all of y is finite.  A negative zero
        becomes zero. */
-    int (*scaled)(const float *x, ptrdiff_t ldx, const float *factor, float *y, ptrdiff_t ldy,
-                  ptrdiff_t m, ptrdiff_t n);
+    int (*scale_rows)(const float *x, ptrdiff_t ldx, const float *factor, float *y, ptrdiff_t ldy,
+                      ptrdiff_t m, ptrdiff_t n);
 
     /* The finite entries of x[m, n] ldx as finite[m, n] n, 0 in the place of others, and what the others
        are as code[m, n] n: 0 finite, QKV_PLUS infinity, QKV_MINUS -infinity, both together NaN.
@@ -171,7 +171,7 @@ typedef struct {
 
     /* s[m, n] lds *= factor[n], the scales of int8 keys or values.  s and factor are read, and s is
        written, up to the next multiple of LANES. */
-    void (*times)(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, const float *factor);
+    void (*scale_columns)(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, const float *factor);
 
     /* y[n] = x[n] the other way, to the nearest, ties to even; to one that has no scales. */
     void (*narrow)(int kind, const float *x, uint16_t *y, ptrdiff_t n);

@@ -7,19 +7,19 @@ static void merge_weights(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, flo
         float logs[VL];
         vec max = v_set1(-INFINITY), sum = v_zero();
         for (ptrdiff_t i = 0; i < m; i++) max = v_max(max, v_load(s + i * lds + j));
-        max = v_pick(max, none, v_zero(), max); /* -inf - (-inf) is no number */
+        max = v_select_lt(max, none, v_zero(), max); /* -inf - (-inf) is no number */
         for (ptrdiff_t i = 0; i < m; i++) {
             vec log = v_load(s + i * lds + j), e = v_exp(v_sub(log, max));
             sum = v_add(sum, e); /* NaN where any of them is: max may have lost it */
-            v_store(s + i * lds + j, v_pick(log, none, v_set1(-1.0f), e));
+            v_store(s + i * lds + j, v_select_lt(log, none, v_set1(-1.0f), e));
         }
         v_store(logs, sum);
         for (int i = 0; i < VL; i++) logs[i] = logf(logs[i]);
         v_store(lse + j, v_add(max, v_load(logs)));
-        sum = v_pick(sum, v_set1(0.5f), v_set1(1.0f), sum); /* 0 where no part has a key */
+        sum = v_select_lt(sum, v_set1(0.5f), v_set1(1.0f), sum); /* 0 where no part has a key */
         for (ptrdiff_t i = 0; i < m; i++) {
             vec e = v_load(s + i * lds + j);
-            v_store(s + i * lds + j, v_pick(e, v_zero(), e, v_div(e, sum)));
+            v_store(s + i * lds + j, v_select_lt(e, v_zero(), e, v_div(e, sum)));
         }
     }
 }

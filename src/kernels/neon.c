@@ -10,7 +10,7 @@ typedef float32x4_t vec;
 #define VL 4
 #define ROWS 6
 #define VECS 4
-#define THIN_ROWS 2
+#define SKINNY_ROWS 2
 #define V_REGISTERS "w"
 #define QKV_NAME "neon"
 #define QKV_TABLE qkv_neon
@@ -35,7 +35,9 @@ static inline vec v_sub(vec a, vec b) { return vsubq_f32(a, b); }
 static inline vec v_mul(vec a, vec b) { return vmulq_f32(a, b); }
 static inline vec v_div(vec a, vec b) { return vdivq_f32(a, b); }
 static inline vec v_abs(vec a) { return vabsq_f32(a); }
-static inline vec v_pick(vec a, vec b, vec x, vec y) { return vbslq_f32(vcltq_f32(a, b), x, y); }
+static inline vec v_select_lt(vec a, vec b, vec x, vec y) {
+    return vbslq_f32(vcltq_f32(a, b), x, y);
+}
 static inline vec v_max(vec a, vec b) { return vmaxq_f32(a, b); }
 static inline vec v_fma(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
 static inline vec v_fnma(vec a, vec b, vec c) { return vfmsq_f32(c, a, b); }
@@ -50,8 +52,8 @@ static inline vec v_keep(vec s, const uint8_t *keep) {
 static inline vec v_bias(vec s, vec b) {
     return vbslq_f32(vceqq_f32(b, v_set1(-INFINITY)), b, v_add(s, b));
 }
-static inline float v_sum(vec x) { return vaddvq_f32(x); }
-static inline float v_largest(vec x) { return vmaxvq_f32(x); }
+static inline float v_hsum(vec x) { return vaddvq_f32(x); }
+static inline float v_hmax(vec x) { return vmaxvq_f32(x); }
 static inline void v_transpose(vec *r) {
     float32x4x2_t top = vtrnq_f32(r[0], r[1]), bottom = vtrnq_f32(r[2], r[3]);
     r[0] = vcombine_f32(vget_low_f32(top.val[0]), vget_low_f32(bottom.val[0]));
@@ -69,10 +71,10 @@ static inline void v_zip(vec *x) {
     x[0] = vzip1q_f32(x[0], x[1]);
     x[1] = high;
 }
-static inline vec v_sums(const vec *r) {
+static inline vec v_hsum_n(const vec *r) {
     return vpaddq_f32(vpaddq_f32(r[0], r[1]), vpaddq_f32(r[2], r[3]));
 }
-static inline vec v_maxima(const vec *r) {
+static inline vec v_hmax_n(const vec *r) {
     return vpmaxq_f32(vpmaxq_f32(r[0], r[1]), vpmaxq_f32(r[2], r[3]));
 }
 static inline vec v_from_half(const uint16_t *p) {

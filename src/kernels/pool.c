@@ -217,9 +217,9 @@ int qkv_parallel_for(qkv_task *task, void *job, ptrdiff_t count, ptrdiff_t grain
     return atomic_load(&run.stopped);
 }
 
-/* ---- order ------------------------------------------------------------------------------------- */
+/* ---- results in order ------------------------------------------------------------------------------------- */
 
-struct qkv_order {
+struct qkv_sequencer {
     qkv_retire *retire;
     void *job;
     ptrdiff_t slots;
@@ -228,45 +228,46 @@ struct qkv_order {
     atomic_char filled[];
 };
 
-qkv_order *qkv_order_new(ptrdiff_t slots, qkv_retire *retire, void *job) {
-    qkv_order *order = qkv_alloc(sizeof *order + (size_t)slots * sizeof *order->filled);
-    if (!order) return NULL;
-    order->retire = retire;
-    order->job = job;
-    order->slots = slots;
-    atomic_init(&order->retired, 0);
-    atomic_init(&order->busy, 0);
-    for (ptrdiff_t i = 0; i < slots; i++) atomic_init(&order->filled[i], 0);
-    return order;
+qkv_sequencer *qkv_sequencer_new(ptrdiff_t slots, qkv_retire *retire, void *job) {
+    qkv_sequencer *sequencer =
+            qkv_alloc(sizeof *sequencer + (size_t)slots * sizeof *sequencer->filled);
+    if (!sequencer) return NULL;
+    sequencer->retire = retire;
+    sequencer->job = job;
+    sequencer->slots = slots;
+    atomic_init(&sequencer->retired, 0);
+    atomic_init(&sequencer->busy, 0);
+    for (ptrdiff_t i = 0; i < slots; i++) atomic_init(&sequencer->filled[i], 0);
+    return sequencer;
 }
 
-void qkv_order_free(qkv_order *order) { qkv_free(order); }
+void qkv_sequencer_free(qkv_sequencer *sequencer) { qkv_free(sequencer); }
 
-static int whose_turn_is_filled(qkv_order *order) {
-    return atomic_load(&order->filled[atomic_load(&order->retired) % order->slots]);
+static int next_is_filled(qkv_sequencer *sequencer) {
+    return atomic_load(&sequencer->filled[atomic_load(&sequencer->retired) % sequencer->slots]);
 }
 
 /* Whoever finds another thread retiring leaves: that thread looks again after it has let go.  One
    fills and then looks whether the other is busy, the other lets go and then looks what is filled:
    it takes exchanges, since emulators of Arm on x86 let a load overtake a store before it, seq_cst
    or not, and the last part would be left behind. */
-static void retire_in_turn(qkv_order *order, int worker, qkv_run *run) {
-    while (whose_turn_is_filled(order)) {
-        if (atomic_exchange(&order->busy, 1)) return;
-        while (whose_turn_is_filled(order)) {
-            ptrdiff_t index = atomic_load(&order->retired);
-            order->retire(order->job, index, worker, run);
-            atomic_store(&order->filled[index % order->slots], 0);
-            atomic_store(&order->retired, index + 1);
+static void retire_in_order(qkv_sequencer *sequencer, int worker, qkv_run *run) {
+    while (next_is_filled(sequencer)) {
+        if (atomic_exchange(&sequencer->busy, 1)) return;
+        while (next_is_filled(sequencer)) {
+            ptrdiff_t index = atomic_load(&sequencer->retired);
+            sequencer->retire(sequencer->job, index, worker, run);
+            atomic_store(&sequencer->filled[index % sequencer->slots], 0);
+            atomic_store(&sequencer->retired, index + 1);
         }
-        atomic_exchange(&order->busy, 0);
+        atomic_exchange(&sequencer->busy, 0);
     }
 }
 
-int qkv_order_wait(qkv_order *order, ptrdiff_t index, int worker, qkv_run *run) {
-    for (int tries = 0; index - atomic_load(&order->retired) >= order->slots; tries++) {
+int qkv_ordered_wait(qkv_sequencer *sequencer, ptrdiff_t index, int worker, qkv_run *run) {
+    for (int tries = 0; index - atomic_load(&sequencer->retired) >= sequencer->slots; tries++) {
         if (qkv_stopped(run, worker)) return 1;
-        retire_in_turn(order, worker, run);
+        retire_in_order(sequencer, worker, run);
         if (tries < SPINS)
             relax();
         else
@@ -275,9 +276,9 @@ int qkv_order_wait(qkv_order *order, ptrdiff_t index, int worker, qkv_run *run) 
     return 0;
 }
 
-void qkv_order_done(qkv_order *order, ptrdiff_t index, int worker, qkv_run *run) {
-    atomic_exchange(&order->filled[index % order->slots], 1);
-    retire_in_turn(order, worker, run);
+void qkv_ordered_commit(qkv_sequencer *sequencer, ptrdiff_t index, int worker, qkv_run *run) {
+    atomic_exchange(&sequencer->filled[index % sequencer->slots], 1);
+    retire_in_order(sequencer, worker, run);
 }
 
 /* ---- memory ------------------------------------------------------------------------------------ */

@@ -33,15 +33,16 @@ int qkv_stopped(qkv_run *run, int worker);
    of a split sum.  Only slots of them wait at a time: the slot of index is index % slots.
    retire is called for 0, 1, 2 ... in turn, never twice at a time, on whichever thread comes by. */
 typedef void qkv_retire(void *job, ptrdiff_t index, int worker, qkv_run *run);
-typedef struct qkv_order qkv_order;
-qkv_order *qkv_order_new(ptrdiff_t slots, qkv_retire *retire, void *job); /* NULL: no memory */
-void qkv_order_free(qkv_order *order);
+typedef struct qkv_sequencer qkv_sequencer;
+qkv_sequencer *qkv_sequencer_new(ptrdiff_t slots, qkv_retire *retire,
+                                 void *job); /* NULL: no memory */
+void qkv_sequencer_free(qkv_sequencer *sequencer);
 
 /* Waits until the slot of index is free; returns 1 where the run was stopped. */
-int qkv_order_wait(qkv_order *order, ptrdiff_t index, int worker, qkv_run *run);
+int qkv_ordered_wait(qkv_sequencer *sequencer, ptrdiff_t index, int worker, qkv_run *run);
 
 /* The slot of index is filled: it, and all that waited for it, may retire. */
-void qkv_order_done(qkv_order *order, ptrdiff_t index, int worker, qkv_run *run);
+void qkv_ordered_commit(qkv_sequencer *sequencer, ptrdiff_t index, int worker, qkv_run *run);
 
 /* Memory aligned to a cache line, large blocks to huge pages; NULL where there is none. */
 void *qkv_alloc(size_t bytes);

@@ -1,14 +1,14 @@
-/* product: c = a b (+ keep c), and product_stored, the same with b in storage.
+/* product: c = a b (+ beta c), and product_stored, the same with b in storage.
    Part of template.h. */
 
 /* One register tile.  rows, vecs and partial are constants in every caller, so that the loops over
    them unroll and acc stays in registers; last is the number of columns of a partial last vector. */
 static ALWAYS_INLINE void product_tile(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb,
-                                       float *c, ptrdiff_t ldc, const float *keep, ptrdiff_t k,
+                                       float *c, ptrdiff_t ldc, const float *beta, ptrdiff_t k,
                                        ptrdiff_t last, const int rows, const int vecs,
                                        const int partial) {
     vec acc[ROWS][VECS], right[VECS];
-    for (int i = 0; keep && i < rows; i++) /* what is needed at the end may be far away */
+    for (int i = 0; beta && i < rows; i++) /* what is needed at the end may be far away */
         for (int j = 0; j < vecs; j++) QKV_PREFETCH(c + i * ldc + j * VL, 3);
     UNROLL for (int i = 0; i < rows; i++)
         UNROLL for (int j = 0; j < vecs; j++) acc[i][j] = v_zero();
@@ -25,9 +25,9 @@ static ALWAYS_INLINE void product_tile(const float *a, ptrdiff_t lda, const floa
             float *to = c + i * ldc + j * VL;
             int short_one = partial && j == vecs - 1;
             vec value = acc[i][j];
-            if (keep) {
+            if (beta) {
                 vec old = short_one ? v_load_n(to, last) : v_load(to);
-                value = v_fma(v_set1(keep[i]), old, value);
+                value = v_fma(v_set1(beta[i]), old, value);
             }
             if (short_one)
                 v_store_n(to, value, last);
@@ -38,16 +38,16 @@ static ALWAYS_INLINE void product_tile(const float *a, ptrdiff_t lda, const floa
 }
 
 typedef void product_fn(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb, float *c,
-                        ptrdiff_t ldc, const float *keep, ptrdiff_t k, ptrdiff_t last);
+                        ptrdiff_t ldc, const float *beta, ptrdiff_t k, ptrdiff_t last);
 
 #define PRODUCT(rows, vecs)                                                                        \
     static void product_##rows##x##vecs(const float *a, ptrdiff_t lda, const float *b,             \
-                                        ptrdiff_t ldb, float *c, ptrdiff_t ldc, const float *keep, \
+                                        ptrdiff_t ldb, float *c, ptrdiff_t ldc, const float *beta, \
                                         ptrdiff_t k, ptrdiff_t last) {                             \
         if (last < VL)                                                                             \
-            product_tile(a, lda, b, ldb, c, ldc, keep, k, last, rows, vecs, 1);                    \
+            product_tile(a, lda, b, ldb, c, ldc, beta, k, last, rows, vecs, 1);                    \
         else                                                                                       \
-            product_tile(a, lda, b, ldb, c, ldc, keep, k, last, rows, vecs, 0);                    \
+            product_tile(a, lda, b, ldb, c, ldc, beta, k, last, rows, vecs, 0);                    \
     }
 #define PRODUCTS(vecs)                                                                             \
     PRODUCT(1, vecs) PRODUCT(2, vecs) PRODUCT(3, vecs) PRODUCT(4, vecs) PRODUCT(5, vecs)           \
@@ -69,7 +69,7 @@ static product_fn *const products[VECS][ROWS] = {PRODUCT_NAMES(1), PRODUCT_NAMES
 
 /* c += a b for rows rows by WIDE vectors, in the same order as product_tile; c starts as it is, or
    from zero where first. */
-static ALWAYS_INLINE void thin_tile(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb,
+static ALWAYS_INLINE void skinny_tile(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb,
                                     float *c, ptrdiff_t k, int first, const int rows) {
     vec acc[2][WIDE];
     UNROLL for (int i = 0; i < rows; i++)
@@ -88,44 +88,44 @@ static ALWAYS_INLINE void thin_tile(const float *a, ptrdiff_t lda, const float *
         UNROLL for (int j = 0; j < WIDE; j++) v_store(c + (i * WIDE + j) * VL, acc[i][j]);
 }
 
-/* c = sums + keep c for one row of a product. */
-static void settle(const float *sums, float *c, const float *keep, ptrdiff_t n) {
+/* c = sums + beta c for one row of a product. */
+static void store_beta(const float *sums, float *c, const float *beta, ptrdiff_t n) {
     ptrdiff_t j = 0;
-    if (!keep) {
+    if (!beta) {
         memcpy(c, sums, (size_t)n * sizeof *c);
         return;
     }
-    vec factor = v_set1(*keep);
+    vec factor = v_set1(*beta);
     for (; j + VL <= n; j += VL) v_store(c + j, v_fma(factor, v_load(c + j), v_load(sums + j)));
     if (j < n)
         v_store_n(c + j, v_fma(factor, v_load_n(c + j, n - j), v_load_n(sums + j, n - j)), n - j);
 }
 
 /* A few rows by WIDE vectors.  The rows of b come from memory one after the other, which is what
-   the hardware prefetches best; more rows of a than THIN_ROWS see them again in the first-level
+   the hardware prefetches best; more rows of a than SKINNY_ROWS see them again in the first-level
    cache, a few rows of b at a time. */
-static void product_thin(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb, float *c,
-                         ptrdiff_t ldc, const float *keep, ptrdiff_t m, ptrdiff_t k) {
+static void product_skinny(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb, float *c,
+                         ptrdiff_t ldc, const float *beta, ptrdiff_t m, ptrdiff_t k) {
     enum { AT_A_TIME = 16 };
     _Alignas(64) float sums[FEW][WIDE * VL];
     for (ptrdiff_t t = 0; t < k; t += AT_A_TIME) {
-        ptrdiff_t depth = m <= THIN_ROWS ? k : MIN(AT_A_TIME, k - t), i = 0;
-        if (THIN_ROWS == 2)
+        ptrdiff_t depth = m <= SKINNY_ROWS ? k : MIN(AT_A_TIME, k - t), i = 0;
+        if (SKINNY_ROWS == 2)
             for (; i + 2 <= m; i += 2)
-                thin_tile(a + i * lda + t, lda, b + t * ldb, ldb, sums[i], depth, t == 0, 2);
+                skinny_tile(a + i * lda + t, lda, b + t * ldb, ldb, sums[i], depth, t == 0, 2);
         for (; i < m; i++)
-            thin_tile(a + i * lda + t, lda, b + t * ldb, ldb, sums[i], depth, t == 0, 1);
-        if (m <= THIN_ROWS) break;
+            skinny_tile(a + i * lda + t, lda, b + t * ldb, ldb, sums[i], depth, t == 0, 1);
+        if (m <= SKINNY_ROWS) break;
     }
     if (k <= 0) memset(sums, 0, sizeof sums);
-    for (ptrdiff_t i = 0; i < m; i++) settle(sums[i], c + i * ldc, keep ? keep + i : NULL, WIDE * VL);
+    for (ptrdiff_t i = 0; i < m; i++) store_beta(sums[i], c + i * ldc, beta ? beta + i : NULL, WIDE * VL);
 }
 
 /* One long row: four rows of b, each read from end to end, are added to sums in the first-level
    cache.  More would push each other out of it where ldb is a multiple of its 4 KB. */
-static void product_long(const float *a, const float *b, ptrdiff_t ldb, float *c,
-                         const float *keep, ptrdiff_t n, ptrdiff_t k) {
-    _Alignas(64) float sums[LONG_COLUMNS];
+static void gemv(const float *a, const float *b, ptrdiff_t ldb, float *c,
+                         const float *beta, ptrdiff_t n, ptrdiff_t k) {
+    _Alignas(64) float sums[GEMV_COLUMNS];
     ptrdiff_t t = 0;
     memset(sums, 0, (size_t)n * sizeof *sums);
     for (; t + 4 <= k; t += 4) {
@@ -143,27 +143,27 @@ static void product_long(const float *a, const float *b, ptrdiff_t ldb, float *c
         for (ptrdiff_t j = 0; j < n; j += VL)
             v_store(sums + j, v_fma(left, v_load(b + t * ldb + j), v_load(sums + j)));
     }
-    settle(sums, c, keep, n);
+    store_beta(sums, c, beta, n);
 }
 
 static void product(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb, float *c,
-                    ptrdiff_t ldc, const float *keep, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k) {
+                    ptrdiff_t ldc, const float *beta, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k) {
     ptrdiff_t j = 0;
     if (m <= FEW && n > VECS * VL) {
-        for (; m == 1 && n - j >= LONG_COLUMNS / 16;) {
-            ptrdiff_t cols = MIN(LONG_COLUMNS, (n - j) / VL * VL);
-            product_long(a, b + j, ldb, c + j, keep, cols, k);
+        for (; m == 1 && n - j >= GEMV_COLUMNS / 16;) {
+            ptrdiff_t cols = MIN(GEMV_COLUMNS, (n - j) / VL * VL);
+            gemv(a, b + j, ldb, c + j, beta, cols, k);
             j += cols;
         }
         for (; j + WIDE * VL <= n; j += WIDE * VL)
-            product_thin(a, lda, b + j, ldb, c + j, ldc, keep, m, k);
+            product_skinny(a, lda, b + j, ldb, c + j, ldc, beta, m, k);
     }
     for (; j < n; j += VECS * VL) {
         ptrdiff_t cols = MIN(VECS * VL, n - j), vecs = (cols + VL - 1) / VL;
         product_fn *const *by_rows = products[vecs - 1];
         for (ptrdiff_t i = 0; i < m; i += ROWS)
             by_rows[MIN(ROWS, m - i) - 1](a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc,
-                                          keep ? keep + i : NULL, k, cols - (vecs - 1) * VL);
+                                          beta ? beta + i : NULL, k, cols - (vecs - 1) * VL);
     }
 }
 
@@ -180,7 +180,7 @@ static ALWAYS_INLINE vec v_stored(const int kind, const void *x, ptrdiff_t i) {
 
 /* product_tile with b in storage: the same operations on the same numbers. */
 static ALWAYS_INLINE void stored_tile(const int kind, const float *a, ptrdiff_t lda, const void *b,
-                                      ptrdiff_t ldb, float *c, ptrdiff_t ldc, const float *keep,
+                                      ptrdiff_t ldb, float *c, ptrdiff_t ldc, const float *beta,
                                       ptrdiff_t k, ptrdiff_t last, const int rows, const int vecs) {
     vec acc[ROWS][VECS], right[VECS];
     UNROLL for (int i = 0; i < rows; i++)
@@ -197,19 +197,19 @@ static ALWAYS_INLINE void stored_tile(const int kind, const float *a, ptrdiff_t 
             float *to = c + i * ldc + j * VL;
             ptrdiff_t cols = j == vecs - 1 ? last : VL;
             vec value = acc[i][j];
-            if (keep) value = v_fma(v_set1(keep[i]), v_load_n(to, cols), value);
+            if (beta) value = v_fma(v_set1(beta[i]), v_load_n(to, cols), value);
             v_store_n(to, value, cols);
         }
 }
 
 typedef void stored_fn(const float *a, ptrdiff_t lda, const void *b, ptrdiff_t ldb, float *c,
-                       ptrdiff_t ldc, const float *keep, ptrdiff_t k, ptrdiff_t last);
+                       ptrdiff_t ldc, const float *beta, ptrdiff_t k, ptrdiff_t last);
 
 #define STORED(name, kind, rows, vecs)                                                             \
     static void name##_##rows##x##vecs(const float *a, ptrdiff_t lda, const void *b,               \
-                                       ptrdiff_t ldb, float *c, ptrdiff_t ldc, const float *keep,  \
+                                       ptrdiff_t ldb, float *c, ptrdiff_t ldc, const float *beta,  \
                                        ptrdiff_t k, ptrdiff_t last) {                              \
-        stored_tile(kind, a, lda, b, ldb, c, ldc, keep, k, last, rows, vecs);                      \
+        stored_tile(kind, a, lda, b, ldb, c, ldc, beta, k, last, rows, vecs);                      \
     }
 #define STORED_ROWS(name, kind, vecs)                                                              \
     STORED(name, kind, 1, vecs) STORED(name, kind, 2, vecs) STORED(name, kind, 3, vecs)            \
@@ -236,7 +236,7 @@ static stored_fn *const stored[QKV_KINDS][2][ROWS] = {
 #undef STORAGE
 
 static void product_stored(int kind, const float *a, ptrdiff_t lda, const void *b, ptrdiff_t ldb,
-                           float *c, ptrdiff_t ldc, const float *keep, ptrdiff_t m, ptrdiff_t n,
+                           float *c, ptrdiff_t ldc, const float *beta, ptrdiff_t m, ptrdiff_t n,
                            ptrdiff_t k) {
     for (ptrdiff_t j = 0; j < n;) {
         int whole = n - j >= VECS * VL;
@@ -244,7 +244,7 @@ static void product_stored(int kind, const float *a, ptrdiff_t lda, const void *
         for (ptrdiff_t i = 0; i < m; i += ROWS)
             stored[kind][whole][MIN(ROWS, m - i) - 1](
                 a + i * lda, lda, (const char *)b + qkv_bytes(kind, j), ldb, c + i * ldc + j, ldc,
-                keep ? keep + i : NULL, k, whole ? VL : cols);
+                beta ? beta + i : NULL, k, whole ? VL : cols);
         j += cols;
     }
 }

@@ -1,7 +1,7 @@
 /* What is done to rows beside products and softmax.  Part of template.h. */
 
-static int scaled(const float *x, ptrdiff_t ldx, const float *factor, float *y, ptrdiff_t ldy,
-                  ptrdiff_t m, ptrdiff_t n) {
+static int scale_rows(const float *x, ptrdiff_t ldx, const float *factor, float *y, ptrdiff_t ldy,
+                      ptrdiff_t m, ptrdiff_t n) {
     const ptrdiff_t whole = n / VL * VL, rest = n - whole;
     vec check = v_zero(), value;
     for (ptrdiff_t i = 0; i < m; i++, x += ldx, y += ldy) {
@@ -17,20 +17,20 @@ static int scaled(const float *x, ptrdiff_t ldx, const float *factor, float *y, 
             check = v_fma(value, v_zero(), check);
         }
     }
-    return v_sum(check) == 0.0f;
+    return v_hsum(check) == 0.0f;
 }
 
 /* What of a value is finite. */
 static ALWAYS_INLINE vec finite_part(vec value) {
-    return v_pick(v_abs(value), v_set1(INFINITY), value, v_zero());
+    return v_select_lt(v_abs(value), v_set1(INFINITY), value, v_zero());
 }
 
 /* What it is otherwise. */
 static ALWAYS_INLINE vec finite_code(vec value) {
     const vec plus = v_set1(QKV_PLUS), minus = v_set1(QKV_MINUS), both = v_add(plus, minus);
-    vec what = v_pick(v_set1(FLT_MAX), value, plus, both);
-    what = v_pick(value, v_set1(-FLT_MAX), minus, what);
-    return v_pick(v_abs(value), v_set1(INFINITY), v_zero(), what);
+    vec what = v_select_lt(v_set1(FLT_MAX), value, plus, both);
+    what = v_select_lt(value, v_set1(-FLT_MAX), minus, what);
+    return v_select_lt(v_abs(value), v_set1(INFINITY), v_zero(), what);
 }
 
 /* One row; adds to check 0 for a finite value, and NaN for any other.  What is stored is constant in
@@ -66,7 +66,7 @@ static int split_finite(const float *x, ptrdiff_t ldx, float *finite, float *cod
             check = split_row(x, finite + i * n, NULL, n, check, 1, 0);
         else
             check = split_row(x, NULL, NULL, n, check, 0, 0);
-    return v_sum(check) == 0.0f;
+    return v_hsum(check) == 0.0f;
 }
 
 static void weights(const float *x, float max, float factor, float *y, ptrdiff_t n) {
@@ -97,7 +97,7 @@ static void widen(int kind, const void *x, ptrdiff_t ldx, float *y, ptrdiff_t m,
 #undef STORAGE
 }
 
-static void times(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, const float *factor) {
+static void scale_columns(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, const float *factor) {
     for (ptrdiff_t i = 0; i < m; i++, s += lds)
         for (ptrdiff_t j = 0; j < n; j += VL)
             v_store(s + j, v_mul(v_load(s + j), v_load(factor + j)));

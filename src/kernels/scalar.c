@@ -8,7 +8,7 @@ typedef float vec;
 #define VL 1
 #define ROWS 6
 #define VECS 4
-#define THIN_ROWS 1
+#define SKINNY_ROWS 1
 #define QKV_NAME "scalar"
 #define QKV_TABLE qkv_scalar
 
@@ -26,19 +26,19 @@ static inline vec v_sub(vec a, vec b) { return a - b; }
 static inline vec v_mul(vec a, vec b) { return a * b; }
 static inline vec v_div(vec a, vec b) { return a / b; }
 static inline vec v_abs(vec a) { return fabsf(a); }
-static inline vec v_pick(vec a, vec b, vec x, vec y) { return a < b ? x : y; }
+static inline vec v_select_lt(vec a, vec b, vec x, vec y) { return a < b ? x : y; }
 static inline vec v_max(vec a, vec b) { return a > b ? a : b; }
 static inline vec v_fma(vec a, vec b, vec c) { return a * b + c; }
 static inline vec v_fnma(vec a, vec b, vec c) { return c - a * b; }
 static inline vec v_keep(vec s, const uint8_t *keep) { return *keep ? s : -INFINITY; }
 static inline vec v_bias(vec s, vec b) { return b == -INFINITY ? b : s + b; }
-static inline float v_sum(vec x) { return x; }
-static inline float v_largest(vec x) { return x; }
+static inline float v_hsum(vec x) { return x; }
+static inline float v_hmax(vec x) { return x; }
 static inline void v_transpose(vec *rows) { (void)rows; }
 static inline void v_unzip(vec *x) { (void)x; }
 static inline void v_zip(vec *x) { (void)x; }
-static inline vec v_sums(const vec *rows) { return *rows; }
-static inline vec v_maxima(const vec *rows) { return *rows; }
+static inline vec v_hsum_n(const vec *rows) { return *rows; }
+static inline vec v_hmax_n(const vec *rows) { return *rows; }
 static inline float float_of(uint32_t bits) {
     float x;
     memcpy(&x, &bits, sizeof x);

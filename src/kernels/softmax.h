@@ -1,6 +1,6 @@
 /* The softmax of a tile, and of whole rows.  Part of template.h. */
 
-/* The largest of each lane; v_largest or v_maxima of it is the row's. */
+/* The largest of each lane; v_hmax or v_hmax_n of it is the row's. */
 static ALWAYS_INLINE vec lane_maxima(const float *s, ptrdiff_t whole) {
     vec a = v_set1(-INFINITY), b = a;
     ptrdiff_t j = 0;
@@ -109,9 +109,9 @@ static void softmax_tile(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, ptrd
         /* 2. what is subtracted: the maximum so far, but not a new one that is hardly larger, since
            each correction of what came before rounds it; a row with no key yet subtracts 0, so that
            exp gives zeros */
-        vec before = v_load_n(max + i, filled), top = v_max(v_maxima(lanes), before);
-        top = v_pick(v_add(before, v_set1(HARDLY_LARGER)), top, top, before);
-        vec shift = v_pick(v_set1(-INFINITY), top, top, v_zero());
+        vec before = v_load_n(max + i, filled), top = v_max(v_hmax_n(lanes), before);
+        top = v_select_lt(v_add(before, v_set1(HARDLY_LARGER)), top, top, before);
+        vec shift = v_select_lt(v_set1(-INFINITY), top, top, v_zero());
         v_store(base, shift);
         v_store_n(max + i, top, filled);
 
@@ -121,7 +121,7 @@ static void softmax_tile(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, ptrd
         v_store_n(old, before, filled);
         for (ptrdiff_t u = 0; u < filled; u++) factor[i + u] = qkv_correction(old[u], base[u]);
         vec sums = v_mul(v_load_n(sum + i, filled), v_load_n(factor + i, filled));
-        v_store_n(sum + i, v_add(sums, v_sums(lanes)), filled);
+        v_store_n(sum + i, v_add(sums, v_hsum_n(lanes)), filled);
     }
 }
 
@@ -139,7 +139,7 @@ static ALWAYS_INLINE float largest_of(const float *x, ptrdiff_t n) {
         load_edge(edge, x + whole, (size_t)(n - whole));
         top = v_max(top, v_load(edge));
     }
-    return v_largest(top);
+    return v_hmax(top);
 }
 
 static ALWAYS_INLINE float exp_and_sum_of(const float *x, float max, float *y, ptrdiff_t n) {
@@ -153,7 +153,7 @@ static ALWAYS_INLINE float exp_and_sum_of(const float *x, float max, float *y, p
         sums = v_add(sums, exp_and_sums(edge, edge, max, VL));
         memcpy(y + whole, edge, (size_t)(n - whole) * sizeof *y);
     }
-    return v_sum(sums);
+    return v_hsum(sums);
 }
 
 static float largest(const float *x, ptrdiff_t n) { return largest_of(x, n); }

@@ -3,23 +3,23 @@
      vec, VL                    a vector of VL floats
      ROWS, VECS                 the register tile of a product: ROWS rows (6) by VECS vectors (2, 4)
      V_REGISTERS                the letter of inline assembly for a register that holds a vector
-     THIN_ROWS                  how many rows by WIDE vectors the registers hold, 1 or 2
+     SKINNY_ROWS                  how many rows by WIDE vectors the registers hold, 1 or 2
      v_zero v_set1              constants
      v_load v_store             VL floats, any alignment
      v_stream                   v_store past the caches, to a multiple of 16 bytes
      v_load_n v_store_n         the first n floats, 0 <= n <= VL; other lanes are zero, untouched
      v_add v_sub v_mul v_div v_abs   lane by lane
      v_max(a, b)                b where either is a NaN, or a NaN
-     v_pick(a, b, x, y)         x where a < b, else y
+     v_select_lt(a, b, x, y)         x where a < b, else y
      v_fma(a, b, c)             a b + c, and v_fnma: c - a b
      v_ldexp(p, t)              p 2^(t - 3 2^22 - 127) with one rounding; the last nine bits of t are
                                 the sign and the exponent of that power
      v_keep(s, bytes)           s where the byte is not 0, else -inf
      v_bias(s, b)               s + b, but -inf where b is -inf, whatever s is
-     v_sum v_largest            over the lanes
+     v_hsum v_hmax            over the lanes
      v_transpose(vec *)         VL vectors in place
      v_unzip v_zip(vec *)       of two vectors in place: lanes 0 2 4 ... of both, and 1 3 5 ...; and back
-     v_sums v_maxima(vec *)     lane i is the sum, or the largest, over the lanes of vector i
+     v_hsum_n v_hmax_n(vec *)     lane i is the sum, or the largest, over the lanes of vector i
      v_from_half v_from_bfloat  VL floats of 16-bit numbers; v_to_half v_to_bfloat the other way
      v_from_int8                VL floats of 8-bit integers; storage.def says what has which
 
@@ -32,14 +32,14 @@
 enum {
     FEW = 8,             /* rows of a up to here: what a product waits for are the rows of b */
     WIDE = 8,            /* vectors of their tile */
-    LONG_COLUMNS = 4096, /* sums of a long row at most: half of the first-level cache */
+    GEMV_COLUMNS = 4096, /* sums of a long row at most: half of the first-level cache */
 };
 _Static_assert(sizeof(vec) == VL * sizeof(float), "vec is VL floats");
 _Static_assert(LANES % VL == 0, "VL divides LANES, up to which kernels read and write");
 _Static_assert(ROWS == 6, "product.h has register tiles of 1 to 6 rows");
 _Static_assert(VECS == 2 || VECS == 4, "product.h has register tiles of 2 or 4 vectors");
-_Static_assert(THIN_ROWS == 1 || THIN_ROWS == 2, "product.h has THIN_ROWS 1 or 2");
-_Static_assert(LONG_COLUMNS / 16 >= VL && LONG_COLUMNS % VL == 0, "long rows are whole vectors");
+_Static_assert(SKINNY_ROWS == 1 || SKINNY_ROWS == 2, "product.h has SKINNY_ROWS 1 or 2");
+_Static_assert(GEMV_COLUMNS / 16 >= VL && GEMV_COLUMNS % VL == 0, "long rows are whole vectors");
 
 #if defined(__GNUC__)
 #define ALWAYS_INLINE inline __attribute__((always_inline))
@@ -65,7 +65,7 @@ _Static_assert(LONG_COLUMNS / 16 >= VL && LONG_COLUMNS % VL == 0, "long rows are
 
 const qkv_kernels QKV_TABLE = {
         QKV_NAME,      ROWS,         product,       product_stored, dots,    pack,
-        softmax_tile,  adjust_row,   scaled,        split_finite,   weights, largest,
-        exp_and_sum,   softmax,      widen,         times,          narrow,  to_int8,
+        softmax_tile,  adjust_row,   scale_rows,    split_finite,   weights, largest,
+        exp_and_sum,   softmax,      widen,         scale_columns,  narrow,  to_int8,
         rotate_halves, rotate_pairs, merge_weights, merge_rows,     exp_of,  tanh_of,
 };

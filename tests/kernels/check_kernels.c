@@ -24,26 +24,26 @@ static void check_product(isa *ops, isa *scalar) {
     if (one_in(6)) m = 1, n = size_between(100, 1500), k = size_between(0, 160); /* a long row */
     ptrdiff_t lda = k + between(0, 9), ldb = n + between(0, 20), ldc = n + between(0, 20);
     enum kind kind = random_bits() % KINDS;
-    float *a = floats(m, k, lda), *b = floats(k, n, ldb), *keep = floats(1, m, m), *c, *expected;
+    float *a = floats(m, k, lda), *b = floats(k, n, ldb), *beta = floats(1, m, m), *c, *expected;
     fill(a, m, k, lda, kind == TINY ? PLAIN : kind);
     fill(b, k, n, ldb, kind);
     c = floats(m, n, ldc);
     fill(c, m, n, ldc, INTEGERS);
-    fill(keep, 1, m, m, kind == PLAIN ? PLAIN : INTEGERS);
-    if (one_in(2)) keep = NULL; /* and then c may hold anything */
-    if (!keep) fill(c, m, n, ldc, SPECIAL);
+    fill(beta, 1, m, m, kind == PLAIN ? PLAIN : INTEGERS);
+    if (one_in(2)) beta = NULL; /* and then c may hold anything */
+    if (!beta) fill(c, m, n, ldc, SPECIAL);
     expected = copy_of(c, m, n, ldc);
     float *before = copy_of(c, m, n, ldc), *part = floats(m, n, ldc);
 
-    scalar->product(a, lda, b, ldb, expected, ldc, keep, m, n, k);
-    ops->product(a, lda, b, ldb, c, ldc, keep, m, n, k);
+    scalar->product(a, lda, b, ldb, expected, ldc, beta, m, n, k);
+    ops->product(a, lda, b, ldb, c, ldc, beta, m, n, k);
     check_gaps(c, before, m, n, ldc);
     for (ptrdiff_t i = 0; i < m; i++) {
         for (ptrdiff_t j = 0; j < n; j++) {
             double by = 0.0;
             if (kind == PLAIN || kind == TINY) {
                 by = magnitude(a + i * lda, b + j, ldb, k);
-                if (keep) by += fabs((double)keep[i] * before[i * ldc + j]);
+                if (beta) by += fabs((double)beta[i] * before[i * ldc + j]);
                 by = 2 * (double)(k + 2) * (UNIT * by + LEAST);
             }
             if (!close_to(c[i * ldc + j], expected[i * ldc + j], by))
@@ -55,8 +55,8 @@ static void check_product(isa *ops, isa *scalar) {
     /* the bits of an element depend on its own row and column alone */
     ptrdiff_t i = between(0, m - 1), j = between(0, n - 1);
     ptrdiff_t rows = between(1, m - i), cols = between(1, n - j);
-    if (keep) memcpy(part, before, (size_t)((m - 1) * ldc + n) * sizeof *part);
-    ops->product(a + i * lda, lda, b + j, ldb, part + i * ldc + j, ldc, keep ? keep + i : NULL,
+    if (beta) memcpy(part, before, (size_t)((m - 1) * ldc + n) * sizeof *part);
+    ops->product(a + i * lda, lda, b + j, ldb, part + i * ldc + j, ldc, beta ? beta + i : NULL,
                  rows, cols, k);
     for (ptrdiff_t r = i; r < i + rows; r++)
         for (ptrdiff_t s = j; s < j + cols; s++)
@@ -80,19 +80,19 @@ static void check_product_stored(isa *ops, isa *scalar) {
     ptrdiff_t m = size_between(1, 9), n = size_between(1, 70), k = size_between(0, 260);
     ptrdiff_t lda = k + between(0, 9), ldb = n + between(0, 20), ldc = n + between(0, 20);
     int kind = any_storage();
-    float *a = floats(m, k, lda), *keep = floats(1, m, m), *c = floats(m, n, ldc);
+    float *a = floats(m, k, lda), *beta = floats(1, m, m), *c = floats(m, n, ldc);
     float *before, *expected, *wide = floats(k, n, n);
     void *b = any_stored(kind, k, n, ldb);
     (void)scalar;
     fill(a, m, k, lda, PLAIN);
     fill(c, m, n, ldc, INTEGERS);
-    fill(keep, 1, m, m, PLAIN);
-    if (one_in(2)) keep = NULL;
+    fill(beta, 1, m, m, PLAIN);
+    if (one_in(2)) beta = NULL;
     before = copy_of(c, m, n, ldc);
     expected = copy_of(c, m, n, ldc);
     ops->widen(kind, b, ldb, wide, k, n);
-    ops->product(a, lda, wide, n, expected, ldc, keep, m, n, k);
-    ops->product_stored(kind, a, lda, b, ldb, c, ldc, keep, m, n, k);
+    ops->product(a, lda, wide, n, expected, ldc, beta, m, n, k);
+    ops->product_stored(kind, a, lda, b, ldb, c, ldc, beta, m, n, k);
     check_gaps(c, before, m, n, ldc);
     for (ptrdiff_t i = 0; i < m; i++)
         for (ptrdiff_t j = 0; j < n; j++)
@@ -142,7 +142,7 @@ static void check_pack(isa *ops, isa *scalar) {
 
 /* ---- rows ------------------------------------------------------------------------------------ */
 
-static void check_scaled(isa *ops, isa *scalar) {
+static void check_scale_rows(isa *ops, isa *scalar) {
     ptrdiff_t m = between(1, 5), n = size_between(0, 300);
     ptrdiff_t ldx = n + between(0, 20), ldy = n + between(0, 20);
     float *x = floats(m, n, ldx), *y = floats(m, n, ldy), *factor = floats(1, m, m);
@@ -154,8 +154,8 @@ static void check_scaled(isa *ops, isa *scalar) {
         for (ptrdiff_t j = 0; j < n; j++)
             if (one_in(400)) x[i * ldx + j] = any_float();
     }
-    expected_finite = scalar->scaled(x, ldx, factor, expected, ldy, m, n);
-    finite = ops->scaled(x, ldx, factor, y, ldy, m, n);
+    expected_finite = scalar->scale_rows(x, ldx, factor, expected, ldy, m, n);
+    finite = ops->scale_rows(x, ldx, factor, y, ldy, m, n);
     check_gaps(y, before, m, n, ldy);
     if (!finite != !expected_finite) fail("says that it is %sfinite", finite ? "" : "not ");
     for (ptrdiff_t i = 0; i < m; i++)
@@ -164,7 +164,7 @@ static void check_scaled(isa *ops, isa *scalar) {
             if (!same(got, want) && (given == 0.0f || got != want)) /* -0 by underflow */
                 fail("y[%td, %td] is %a, not %a", i, j, got, want);
         }
-    ops->scaled(x, ldx, factor, x, ldx, m, n); /* in place */
+    ops->scale_rows(x, ldx, factor, x, ldx, m, n); /* in place */
     for (ptrdiff_t i = 0; i < m; i++)
         for (ptrdiff_t j = 0; j < n; j++)
             if (!same(x[i * ldx + j], y[i * ldy + j])) fail("in place it is another");
@@ -196,7 +196,7 @@ static void check_split_finite(isa *ops, isa *scalar) {
         }
 }
 
-static void check_times(isa *ops, isa *scalar) {
+static void check_scale_columns(isa *ops, isa *scalar) {
     ptrdiff_t m = between(1, 5), n = size_between(1, 256), whole = lanes_up(n);
     ptrdiff_t lds = whole + between(0, 20);
     float *s = floats(m, whole, lds), *factor = floats(1, whole, whole), *before, *expected;
@@ -204,8 +204,8 @@ static void check_times(isa *ops, isa *scalar) {
     fill(factor, 1, whole, whole, random_bits() % KINDS);
     before = copy_of(s, m, whole, lds);
     expected = copy_of(s, m, whole, lds);
-    scalar->times(expected, lds, m, n, factor);
-    ops->times(s, lds, m, n, factor);
+    scalar->scale_columns(expected, lds, m, n, factor);
+    ops->scale_columns(s, lds, m, n, factor);
     check_gaps(s, before, m, whole, lds);
     for (ptrdiff_t i = 0; i < m; i++)
         for (ptrdiff_t j = 0; j < n; j++)
@@ -530,14 +530,14 @@ static const struct {
         {"pack", check_pack},
         {"softmax_tile", check_softmax_tile},
         {"adjust", check_adjust},
-        {"scaled", check_scaled},
+        {"scale_rows", check_scale_rows},
         {"split_finite", check_split_finite},
         {"weights", check_weights},
         {"largest", check_largest},
         {"exp_and_sum", check_exp_and_sum},
         {"softmax", check_softmax},
         {"widen", check_widen},
-        {"times", check_times},
+        {"scale_columns", check_scale_columns},
         {"narrow", check_narrow},
         {"to_int8", check_to_int8},
         {"rotate_halves", check_rotate_halves},

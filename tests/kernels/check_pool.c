@@ -111,10 +111,10 @@ static void check_nested(long trials) {
     if (qkv_parallel_for(slow_task, NULL, 40, 1, 4, run_within)) fail("a run was stopped");
 }
 
-/* ---- order ----------------------------------------------------------------------------------- */
+/* ---- results in order ----------------------------------------------------------------------------------- */
 
 typedef struct {
-    qkv_order *order;
+    qkv_sequencer *sequencer;
     ptrdiff_t next;             /* whose turn it is to retire */
     ptrdiff_t retired[MOST_TASKS];
     int values[MOST_TASKS];     /* what the tasks leave behind */
@@ -131,10 +131,10 @@ static void retire_value(void *job, ptrdiff_t index, int worker, qkv_run *run) {
 
 static void fill_value(void *job, ptrdiff_t index, int worker, qkv_run *run) {
     line *x = job;
-    if (qkv_order_wait(x->order, index, worker, run)) return;
+    if (qkv_ordered_wait(x->sequencer, index, worker, run)) return;
     spin((int)(index * 7 % 5) * x->pause);
     x->values[index] = (int)index * 3 + 1;
-    qkv_order_done(x->order, index, worker, run);
+    qkv_ordered_commit(x->sequencer, index, worker, run);
 }
 
 static void check_order(long trials) {
@@ -142,12 +142,12 @@ static void check_order(long trials) {
         line x = {.pause = (int)between(0, 100)};
         ptrdiff_t count = size_between(0, MOST_TASKS), grain = one_in(2) ? 1 : between(1, 5);
         context.trial = trial;
-        x.order = qkv_order_new(between(1, 12), retire_value, &x);
-        if (!x.order) fail("no memory");
+        x.sequencer = qkv_sequencer_new(between(1, 12), retire_value, &x);
+        if (!x.sequencer) fail("no memory");
         if (qkv_parallel_for(fill_value, &x, count, grain, (int)between(1, 9), NULL))
             fail("a run was stopped");
         if (x.next != count) fail("%td of %td have retired", x.next, count);
-        qkv_order_free(x.order);
+        qkv_sequencer_free(x.sequencer);
     }
 }
 
@@ -163,13 +163,15 @@ static int stop_soon(void) {
 }
 
 typedef struct {
-    qkv_order *order; /* whose first index is never done, so that the others wait; or NULL */
+    qkv_sequencer
+            *sequencer; /* whose first index is never done, so that the others wait; or NULL */
 } endless;
 
 static void wait_for_stop(void *job, ptrdiff_t index, int worker, qkv_run *run) {
     endless *x = job;
-    if (x->order && index > 0) {
-        if (!qkv_order_wait(x->order, index + 12, worker, run)) fail("%td did not wait", index);
+    if (x->sequencer && index > 0) {
+        if (!qkv_ordered_wait(x->sequencer, index + 12, worker, run))
+            fail("%td did not wait", index);
         return;
     }
     while (!qkv_stopped(run, worker)) spin(20);
@@ -192,7 +194,7 @@ static void leave_it_to_others(void *job, ptrdiff_t index, int worker, qkv_run *
 static void check_stops(long trials) {
     is_caller = 1;
     for (long trial = 0; trial < 4 + trials / 400; trial++) {
-        endless x = {one_in(2) ? qkv_order_new(4, never, NULL) : NULL};
+        endless x = {one_in(2) ? qkv_sequencer_new(4, never, NULL) : NULL};
         int threads = (int)between(1, 5);
         context.trial = trial;
         polls = 0;
@@ -200,7 +202,7 @@ static void check_stops(long trials) {
         int end = qkv_parallel_for(wait_for_stop, &x, 1000000, between(1, 3), threads, stop_soon);
         if (end != QKV_STOPPED) fail("a stopped run ended with %d", end);
         if (polls_left > 0) fail("stopped after %d polls", polls);
-        if (x.order) qkv_order_free(x.order);
+        if (x.sequencer) qkv_sequencer_free(x.sequencer);
         run_and_check(100, 1, threads, 10); /* and the pool is as it was */
         polls_left = 1;
         atomic_int taken = 0;
