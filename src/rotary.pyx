@@ -25,12 +25,12 @@ from qkv_ext._core._kernels cimport (
 
 import numpy
 
-from qkv_ext._core._arrays import MAX_NDIM as MOST
+from qkv_ext._core._arrays import MAX_NDIM as MOST_AXES
 
 BUILD = qkv_build.decode()
 
 
-cdef int MAX_NDIM = MOST
+cdef int MAX_NDIM = MOST_AXES
 cdef object float16 = numpy.dtype("float16")
 cdef object float32 = numpy.dtype("float32")
 cdef object int64 = numpy.dtype("int64")
