@@ -217,6 +217,10 @@ def test_packed_weight_has_no_other_maker():
             setattr(packed, name, None)
 
 
+def test_packed_weight_by_the_name_in_older_pickles():
+    assert pickle.loads(b"cqkv_ext._packed\nPackedWeight\n.") is qkv_ext.PackedWeight
+
+
 def test_packed_weight_does_not_follow_its_matrix(backend):
     x, w = np.ones((2, 3), np.float32), np.ones((3, 4), np.float32)
     packed = qkv_ext.pack_weight(w)
