@@ -488,9 +488,9 @@ class KVCache:
     def concatenate(cls, caches: Iterable[KVCache]) -> Self:
         """The items of several caches, one after the other, in one: a batch that requests join.
 
-        Pages are shared and nothing is copied, not even when the new cache is appended to.  The
-        caches stay as they are and go on by themselves; one that is appended to copies the page
-        that it would write to.
+        Pages are shared and nothing is copied.  The caches stay as they are and go on by
+        themselves.  A page that is not full is appended to by the first cache that was made of its
+        own; every other one that holds it copies it when it is appended to.
 
         Parameters
         ----------

@@ -1,6 +1,7 @@
 """A KVCache that is interrupted, forked with its process, or used by whoever interrupts it."""
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -184,3 +185,46 @@ def test_memory_goes_back(rng):
     cache.truncate(0)
     assert held > 150e6
     assert resident() - before < held / 2
+
+
+@pytest.mark.parametrize("lengths", [[2, 5], [6, 3], [1, 1]])
+def test_a_joined_cache_is_cut_whatever_interrupts_it(lengths):
+    """At every line: what it writes afterwards is never where the part has its keys."""
+
+    def rows(x, n):
+        return np.full((1, 1, n, 4), x, "f4")
+
+    for stop in itertools.count():
+        parts = [KVCache(1, 1, 4) for _ in range(2)]
+        for part in parts:
+            part.append(rows(1, 5), rows(1, 5))
+        joined = KVCache.concatenate(parts)
+        joined.append(*np.full((2, 2, 1, 1, 4), 2, "f4"))
+        seen = 0
+
+        def trace(frame, event, _, stop=stop):
+            nonlocal seen
+            if not frame.f_code.co_filename.endswith("_store.py"):
+                return None
+            if event == "line":
+                seen += 1
+                if seen > stop:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            joined.truncate(lengths)
+            ended = True
+        except KeyboardInterrupt:
+            ended = False
+        finally:
+            sys.settrace(before)
+        joined.append(*np.full((2, 2, 1, 4, 4), 9, "f4"))
+        for part in parts:
+            assert (part.keys(0) == 1).all(), stop
+        if ended:
+            break
+    assert stop > 10

@@ -8,6 +8,7 @@ from tolerance import WAYS, allowed_error, assert_same, assert_same_bits, assert
 
 import qkv_ext
 from qkv_ext._core import _numpy
+from qkv_ext.projected import ProjectedKV
 
 matmul, linear, softmax = qkv_ext.matmul, qkv_ext.linear_projection, qkv_ext.softmax
 F32 = np.finfo(np.float32)
@@ -217,8 +218,11 @@ def test_packed_weight_has_no_other_maker():
             setattr(packed, name, None)
 
 
-def test_packed_weight_by_the_name_in_older_pickles():
+def test_names_in_older_pickles():
     assert pickle.loads(b"cqkv_ext._packed\nPackedWeight\n.") is qkv_ext.PackedWeight
+    kv = ProjectedKV(np.ones(3, "f4"), np.ones(3, "f4"))
+    assert type(pickle.loads(pickle.dumps(kv))) is ProjectedKV
+    assert pickle.loads(b"cqkv_ext._layers\nProjectedKV\n.") is ProjectedKV
 
 
 def test_packed_weight_does_not_follow_its_matrix(backend):

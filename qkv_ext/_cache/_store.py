@@ -58,14 +58,13 @@ class Item:
             lent.owner, other.floor = other.owner, length
         return other
 
-    def cut(self, length: int, size: int) -> None:
-        """Keep the pages of so many keys, and write to none that others see."""
+    def give_up(self, length: int, size: int) -> None:
+        """Write no more to a page that was lent, where fewer keys are to stay than there were."""
         if length < self.floor:
-            index, self.floor = self.floor // size, 0
-            page = self.pages[index]
+            page = self.pages[self.floor // size]
             if page is not None and page.owner is self.owner:
                 page.owner = None
-        del self.pages[-(-length // size) :]
+            self.floor = 0  # last: whatever interrupts this, what others see is not written to
 
     def may_write(self, index: int) -> bool:
         """Whether there is such a page, and no other item writes to it or sees what is written."""
@@ -277,13 +276,15 @@ class Store:
         """Takes no memory, so that an append can always be taken back."""
         size, before = self.layout.size, self.lengths
         self._table = None
+        for item, new in zip(self.items, lengths, strict=True):
+            item.give_up(new, size)
         self.lengths = lengths
         self.dropped = [min(a, b) for a, b in zip(self.dropped, lengths, strict=True)]
         for item, old, new in zip(self.items, before, lengths, strict=True):
             if old == new:
                 continue
             index, used = divmod(new, size)
-            item.cut(new, size)
+            del item.pages[-(-new // size) :]
             if used and item.may_write(index):
                 page = item.pages[index]
                 assert page is not None
@@ -345,7 +346,8 @@ class Store:
     def joined(cls, stores: Sequence[Store]) -> Store:
         """The items of several stores of one layout; all pages are shared, and none is copied.
 
-        Those that are not full are lent: an append to the whole copies none, to a part it does.
+        Those that are not full are lent, where the part may write to them itself: an append to the
+        whole then copies none, and one to the part does.
         """
         for store in stores:
             store._table = None

@@ -58,6 +58,8 @@ CONTRACT = (
     "_core/_packed.py",
     "_core/_problem.py",
     "_core/_rules.py",
+    "merge.py",
+    "rotary.py",
 )
 REINSTALL = (
     "install it again: 'pip install -e .' in a clone, else "
