@@ -4,10 +4,14 @@
 
 from cpython.buffer cimport PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 
+import os
+import sys
+
 BUILD = qkv_build.decode()
 
 cdef extern from "Python.h":
     int PyErr_CheckSignals() noexcept
+    unsigned long PyThread_get_thread_ident() noexcept nogil
 
 
 cdef extern from "kernels.h" nogil:
@@ -44,8 +48,37 @@ cdef const qkv_kernels *table(int isa) noexcept nogil:
     return qkv_tables[isa]
 
 
+cdef unsigned long main_thread = 0  # its ident, 0 before the first poll of a process
+
+
+def forget_main_thread():
+    """In a forked child the thread that forked is the main one."""
+    global main_thread
+    main_thread = 0
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=forget_main_thread)
+
+
+cdef unsigned long find_main_thread() noexcept:
+    """By its attributes: threading.main_thread() would run handlers itself."""
+    module = sys.modules.get("threading")  # None where there is no other thread
+    return getattr(getattr(module, "_main_thread", None), "_ident", None) or 0
+
+
 cdef int poll_signals() noexcept nogil:
+    """Whether a signal handler raised an exception.
+
+    Handlers run in the main thread, and no other asks for them: a thread that waits for the GIL
+    while the interpreter ends is ended there, and its workers go on with what was on its stack.
+    """
+    global main_thread
+    if main_thread != 0 and main_thread != PyThread_get_thread_ident():
+        return 0
     with gil:
+        if main_thread == 0:  # no object in a variable here, or the early return takes the GIL too
+            main_thread = find_main_thread()
         return PyErr_CheckSignals() != 0  # leaves the handler's exception set
 
 
