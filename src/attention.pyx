@@ -32,7 +32,6 @@ from cpython.object cimport PyObject
 cimport cython
 from libc.float cimport FLT_MAX
 from libc.math cimport NAN, isnan, sqrt
-from libc.stdint cimport int64_t
 from libc.string cimport memset
 
 from qkv_ext._core._kernels cimport (
@@ -45,9 +44,13 @@ from src.contract cimport (
     ADDRESSES, COLUMNS, ITEM, K_ADDRESS, K_LENGTH, K_SCALE_ADDRESS, K_START, Q_LENGTH, Q_ROOM,
     Q_START, DIAGONAL, V_ADDRESS, V_SCALE_ADDRESS,
 )
-from src.types cimport AS_IT_IS, Arena, Call, Item, Partial, Plan, Stride, Task, Workspace
+from src.types cimport AS_IT_IS, Arena, Call, Item, Partial, Plan, Task, Workspace
 from src.plan cimport lay_tasks, task_at
 from src.arena cimport bind_leftover, bind_partial, bind_workspace
+from src.views cimport (
+    Axes, Views, acquire, describe_arrays, describe_items, fit, out_fits, release_buffers,
+    view_mask,
+)
 from src.nonfinite cimport look_at_values
 from src.rows cimport fill_absent, finish_rows, start_rows
 from src.tiles cimport process_tiles
@@ -203,113 +206,6 @@ cdef int run(Call *call, int threads) except -1:
             free_sequencer(call.arena.sequencer)
         release(memory)
     return 0
-
-
-cdef struct Views:
-    Py_buffer q, k, v, mask, out, weights, lse, slopes, sinks, spans, table, first
-
-
-cdef inline int acquire(array, Py_buffer *view, int flags) except -1:
-    if array is not None:
-        PyObject_GetBuffer(array, view, flags)
-    return 0
-
-
-cdef void release_buffers(Views *x) noexcept:
-    cdef Py_buffer *views = <Py_buffer *> x
-    cdef size_t n
-    for n in range(sizeof(Views) // sizeof(Py_buffer)):
-        PyBuffer_Release(&views[n])  # does nothing for a view that was not taken
-
-
-cdef inline char *item_ptr(const Py_buffer *x, const Py_buffer *out,
-                           Py_ssize_t item) noexcept nogil:
-    """The start of a batch item; leading axes of length 1 broadcast.  NULL where there is no x."""
-    cdef char *start = <char *> x.buf
-    cdef Py_ssize_t axis, n
-    if x.buf == NULL:
-        return NULL
-    for axis in range(out.ndim - 4, -1, -1):
-        n = out.shape[axis]
-        if x.shape[axis] != 1:
-            start += item % n * x.strides[axis]
-        item //= n
-    return start
-
-
-cdef inline Py_ssize_t step_of(const Py_buffer *x, int axis) noexcept nogil:
-    """The stride of an axis counted from the end, in bytes; 0 where it broadcasts."""
-    if x.buf == NULL or x.shape[x.ndim - axis] == 1:
-        return 0
-    return x.strides[x.ndim - axis]
-
-
-cdef inline Stride stride_of(const Py_buffer *x, int rows) noexcept nogil:
-    """That of heads and rows, rows being the axis of the latter."""
-    cdef Stride stride
-    stride.head, stride.row = step_of(x, rows + 1), step_of(x, rows)
-    return stride
-
-
-cdef void describe_arrays(Call *call, const Views *x) noexcept nogil:
-    """Sizes and strides, and how many items there are."""
-    cdef Py_ssize_t axis
-    call.rules.sinks = <const float *> x.sinks.buf
-    call.rules.bool_mask = x.mask.buf != NULL and x.mask.itemsize == 1
-    call.rules.row.mask_step = 1 if step_of(&x.mask, 1) else 0
-    call.shape.heads = x.q.shape[x.q.ndim - 3]
-    call.shape.D = x.q.shape[x.q.ndim - 1]
-    call.shape.Dv = x.out.shape[x.out.ndim - 1]
-    if call.shape.page == 0:
-        call.shape.kv_heads = x.k.shape[x.k.ndim - 3]
-        call.shape.S = x.k.shape[x.k.ndim - 2]
-    call.strides.q, call.strides.k = stride_of(&x.q, 2), stride_of(&x.k, 2)
-    call.strides.v, call.strides.out = stride_of(&x.v, 2), stride_of(&x.out, 2)
-    call.strides.mask, call.strides.weights = stride_of(&x.mask, 2), stride_of(&x.weights, 2)
-    call.strides.lse = stride_of(&x.lse, 1)
-    call.plan.count = 1
-    for axis in range(x.out.ndim - 3):
-        call.plan.count *= x.out.shape[axis]
-    if x.spans.buf != NULL:
-        call.plan.count = x.spans.shape[0]
-
-
-cdef void describe_items(Call *call, const Views *x, Py_ssize_t diagonal) noexcept nogil:
-    """The items, from the spans where there are any; diagonal is of those that have none."""
-    cdef Py_ssize_t n, owner, rows = x.out.shape[x.out.ndim - 2]
-    cdef const int64_t *span = NULL
-    cdef Item *item
-    memset(call.plan.items, 0, call.plan.count * sizeof(Item))
-    for n in range(call.plan.count):
-        item = &call.plan.items[n]
-        owner = n
-        item.L = item.padded_len = rows
-        item.S, item.diagonal = call.shape.S, diagonal
-        if x.spans.buf != NULL:
-            span = <const int64_t *> x.spans.buf + COLUMNS * n
-            owner, item.diagonal = span[ITEM], span[DIAGONAL]
-            item.L, item.padded_len, item.S = span[Q_LENGTH], span[Q_ROOM], span[K_LENGTH]
-        item.q = item_ptr(&x.q, &x.out, owner)
-        item.k = item_ptr(&x.k, &x.out, owner)
-        item.v = item_ptr(&x.v, &x.out, owner)
-        if call.shape.page:
-            item.pages = (<const int64_t *> x.table.buf
-                          + ADDRESSES * (<const int64_t *> x.first.buf)[owner])
-        item.mask = item_ptr(&x.mask, &x.out, owner)
-        item.out = item_ptr(&x.out, &x.out, owner)
-        item.weights = item_ptr(&x.weights, &x.out, owner)
-        item.lse = item_ptr(&x.lse, &x.out, owner)
-        if x.slopes.buf != NULL:
-            item.slopes = <const float *> x.slopes.buf
-            if x.slopes.shape[0] > 1:
-                item.slopes += n * call.shape.heads
-        if span != NULL:  # a sequence of a packed batch starts at rows of its own
-            item.q += span[Q_START] * call.strides.q.row
-            item.out += span[Q_START] * call.strides.out.row
-            if item.lse != NULL:
-                item.lse += span[Q_START] * call.strides.lse.row
-            item.k += span[K_START] * call.strides.k.row
-            item.v += span[K_START] * call.strides.v.row
 
 
 cdef int compute(Call *call, Views *x, Py_ssize_t diagonal, list lengths, int threads) except -1:
@@ -487,21 +383,6 @@ cdef inline bint is_plain(array) noexcept:
     return type(array) is ndarray and array.dtype is float32
 
 
-cdef bint fit(Views *x) noexcept:
-    """Whether q, k and v are aligned and contiguous, of rank 4, and of shapes that go together."""
-    cdef Py_buffer *views[3]
-    cdef int n
-    views[0], views[1], views[2] = &x.q, &x.k, &x.v
-    for n in range(3):
-        if (views[n].ndim != 4 or views[n].len == 0 or <size_t> views[n].buf % sizeof(float)
-                or not PyBuffer_IsContiguous(views[n], b"C")):
-            return False
-    return (x.q.shape[0] == x.k.shape[0] and x.q.shape[3] == x.k.shape[3] > 0
-            and x.k.shape[1] > 0 and x.q.shape[1] % x.k.shape[1] == 0
-            and x.k.shape[0] == x.v.shape[0] and x.k.shape[1] == x.v.shape[1]
-            and x.k.shape[2] == x.v.shape[2] and x.k.shape[3] == x.v.shape[3])
-
-
 cdef int attend_rows(int isa, const Py_buffer *q, const Py_buffer *out, pages, list lengths,
                      bint causal, double scale, int threads) except -1:
     """Write out (B, H, L, Dv) for q (B, H, L, D), of contiguous rows and checked against the pages.
@@ -555,58 +436,20 @@ cdef plain_attend(int isa, q, pages, bint causal, double scale, int threads):
         qkv_leave_float_mode(found)
 
 
-# The sizes and strides of a mask with the four axes of an output.
-cdef struct Axes:
-    Py_ssize_t shape[4]
-    Py_ssize_t strides[4]
-
-
 cdef bint take_mask(mask, Views *x, Py_buffer *owner, Axes *axes) except -1:
-    """The view of a mask in x, where it broadcasts to the scores and its rows are contiguous."""
-    cdef Py_ssize_t n, full, first
+    """The view of a mask that can be read as it is."""
     if type(mask) is not ndarray or not (mask.dtype is bool_ or mask.dtype is float32):
         return False
     PyObject_GetBuffer(mask, owner, PyBUF_STRIDES)
-    first = 4 - owner.ndim
-    if first < 0 or <size_t> owner.buf % owner.itemsize:
-        return False
-    for n in range(4):
-        axes.shape[n], axes.strides[n] = 1, 0
-        if n < first:
-            continue
-        full = x.k.shape[2] if n == 3 else x.q.shape[n]
-        if owner.shape[n - first] != 1 and owner.shape[n - first] != full:
-            return False
-        axes.shape[n], axes.strides[n] = owner.shape[n - first], owner.strides[n - first]
-        if axes.strides[n] % owner.itemsize:
-            return False
-    if axes.shape[3] > 1 and axes.strides[3] != owner.itemsize:
-        return False
-    # field by field: the owner alone is to be released
-    x.mask.buf, x.mask.itemsize = owner.buf, owner.itemsize
-    x.mask.ndim, x.mask.shape, x.mask.strides = 4, axes.shape, axes.strides
-    return True
-
-
-cdef inline bint apart(const Py_buffer *x, const Py_buffer *y) noexcept:
-    """Whether contiguous arrays share no memory."""
-    return (<const char *> x.buf + x.len <= <const char *> y.buf
-            or <const char *> y.buf + y.len <= <const char *> x.buf)
+    return view_mask(x, owner, axes)
 
 
 cdef bint take_out(out, Views *x) except -1:
     """The view of an out that can be written as it is, beside q, k and v."""
-    cdef int n
     if not is_plain(out):
         return False
     PyObject_GetBuffer(out, &x.out, PyBUF_STRIDES)
-    if (x.out.readonly or x.out.ndim != 4 or <size_t> x.out.buf % sizeof(float)
-            or not PyBuffer_IsContiguous(&x.out, b"C")):
-        return False
-    for n in range(4):
-        if x.out.shape[n] != x.q.shape[n]:
-            return False
-    return apart(&x.out, &x.q) and apart(&x.out, &x.k) and apart(&x.out, &x.v)
+    return out_fits(x)
 
 
 cdef plain(int isa, q, k, v, const Simple *simple, int threads):

@@ -5,6 +5,7 @@ Part of attention.pyx, as the other .pxd here are: each one cimports those befor
 
     contract   what Python counts on too
     types      the structs
+    views      the arrays of a call, and what they say of it
     plan       blocks of rows, splits and tasks, from the shape of each item
     arena      where the working memory of a worker lies
     rules      the rows of a task, and the keys that each of them may see

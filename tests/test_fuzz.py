@@ -69,9 +69,10 @@ class Tame(Draw):
 
 
 def plain(x):
-    """The same numbers in contiguous arrays of native numbers."""
+    """The same numbers in contiguous native arrays; integers in int64, as the oracle subtracts them."""
     if isinstance(x, np.ndarray):
-        return np.array(x, x.dtype.newbyteorder("="), order="C")
+        dtype = np.int64 if x.dtype.kind in "iu" else x.dtype.newbyteorder("=")
+        return np.array(x, dtype, order="C")
     return x
 
 

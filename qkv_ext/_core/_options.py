@@ -75,7 +75,11 @@ class LayoutOptions(Options, total=False):
 
 
 class Given(NamedTuple):
-    """What a call was given, unchecked.  threads and backend come last: see src/attention.pyx."""
+    """What a call was given, unchecked.
+
+    From window to sinks stand those that _rules.py makes Rules of; threads and backend come last,
+    see src/attention.pyx.
+    """
 
     mask: Any = None
     causal: Any = False
