@@ -69,7 +69,7 @@ class Tame(Draw):
 
 
 def plain(x):
-    """The same numbers in contiguous native arrays; integers in int64, as the oracle subtracts them."""
+    """The same numbers in contiguous native arrays; int64, where the oracle subtracts them."""
     if isinstance(x, np.ndarray):
         dtype = np.int64 if x.dtype.kind in "iu" else x.dtype.newbyteorder("=")
         return np.array(x, dtype, order="C")
@@ -186,15 +186,21 @@ def test_products(backend, data):
     bias = None if draw.one_in(2) else draw.numbers(n)
     truth = a.astype(np.float64) @ b + (0 if bias is None else bias)
     plains = [way[0](a, b) + (np.float32(0) if bias is None else bias) for way in WAYS]
-    bound = allowed_error(truth, *plains) + 4 * float(F32.eps)
+    terms = np.abs(a).astype(np.float64) @ np.abs(b) + (0 if bias is None else np.abs(bias))
+    bound = allowed_error(truth, *plains, size=terms) + 4 * float(F32.eps)
     expected = qkv_ext.linear_projection(a, b, bias, backend=backend)
-    assert_within(expected, truth, bound)
     x, w = draw.view(a), draw.view(b)
-    for weight in (w, qkv_ext.pack_weight(w)):
-        actual = qkv_ext.linear_projection(x, weight, bias, backend=backend)
-        assert_same(actual, expected, backend)
+    results = [expected]
+    results += [
+        qkv_ext.linear_projection(x, weight, bias, backend=backend)
+        for weight in (w, qkv_ext.pack_weight(w))
+    ]
     if bias is None:
-        assert_same(qkv_ext.matmul(x, w, backend=backend), expected, backend)
+        results.append(qkv_ext.matmul(x, w, backend=backend))
+    for actual in results:
+        assert_within(actual, truth, bound)
+        if backend != "numpy":  # whose BLAS adds a single number up in many orders
+            assert_same_bits(actual, expected)
 
 
 @settings(max_examples=60)
