@@ -9,7 +9,7 @@ from qkv_ext.linear import linear_projection, matmul, pack_weight, softmax
 from qkv_ext.merge import merge_attention
 from qkv_ext.multihead import MultiHeadAttention
 from qkv_ext.projected import ProjectedKV, cross_attention, self_attention
-from qkv_ext.rotary import apply_rotary, rotary_tables
+from qkv_ext.rotary import RotaryFrequencies, apply_rotary, rotary_inv_freq, rotary_tables
 from qkv_ext.tracing import trace, trace_cross, trace_self
 
 __version__ = "0.1.0"
@@ -20,6 +20,7 @@ __all__ = [
     "PackedWeight",
     "PerformanceWarning",
     "ProjectedKV",
+    "RotaryFrequencies",
     "__version__",
     "alibi_slopes",
     "apply_rotary",
@@ -29,6 +30,7 @@ __all__ = [
     "matmul",
     "merge_attention",
     "pack_weight",
+    "rotary_inv_freq",
     "rotary_tables",
     "scaled_dot_product_attention",
     "self_attention",

@@ -118,7 +118,13 @@ CALLS = {  # the call, its arguments, and the kinds of those that are to be odd
     "softmax": (qkv_ext.softmax, {"x": f32(2, 2, 3)}, {"x": "array", "axis": "integer"} | PRODUCT),
     "alibi_slopes": (qkv_ext.alibi_slopes, {}, {"num_heads": "integer"}),
     "rotary_tables": (qkv_ext.rotary_tables, {"n": 3, "dim": 4},
-                      {"n": "integer", "dim": "integer", "base": "real", "scale": "real"}),
+                      {"n": "integer", "dim": "integer", "base": "real", "scale": "real",
+                       "inv_freq": "array", "attention_factor": "real"}),
+    "rotary_inv_freq": (
+        qkv_ext.rotary_inv_freq, {"dim": 4},
+        {"dim": "integer", "base": "real", "scaling": "mapping"}
+        | dict.fromkeys(("length", "max_position_embeddings", "original_max_position_embeddings"),
+                        "integer")),
     "apply_rotary": (qkv_ext.apply_rotary, {"x": Q, "cos": COS, "sin": SIN},
                      {"x": "array", "cos": "array", "sin": "array", "positions": "integers",
                       "interleaved": "switch", "rotary_dim": "integer", "layout": "choice"}
@@ -155,7 +161,7 @@ VALID = {
     "nonpad_kv_seqlen": np.array([2]),
     "positions": np.array([2, 0, 1]), "lengths": np.array([1, 2]), "before": np.array([1, 2]),
     "indices": np.array([1, 1, 0]), "context": X, "w_o": W, "b": f32(8),
-    "b_qkv": f32(24), "b_o": f32(8), "w": W,
+    "b_qkv": f32(24), "b_o": f32(8), "w": W, "inv_freq": np.float32([1, 0.5]),
 }  # fmt: skip
 
 

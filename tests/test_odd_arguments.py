@@ -28,7 +28,7 @@ class Rude:
 ODD = {  # what is given, and what it means
     "()": ((), []),
     "[]": ([], []),
-    "{}": ({}, NOTHING),
+    "{}": ({}, {}),
     "None": (None, None),
     "object": (object(), NOTHING),
     "rude": (Rude(), NOTHING),
@@ -79,7 +79,8 @@ MEANT = {
     "switch": lambda x: type(x) is bool,
     "choice": lambda x: False,
     "pair": lambda x: isinstance(x, list),
-    "array": lambda x: x is not NOTHING,  # numbers broadcast, as a mask
+    "mapping": lambda x: isinstance(x, dict),
+    "array": lambda x: x is not NOTHING and x != {},  # numbers broadcast, as a mask
 }
 
 
