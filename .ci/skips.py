@@ -18,6 +18,7 @@ EXPECTED = [
     (ONLY_TEST, r"test_semantic_search\.py", r"could not import 'safetensors'.*"),
     (ONLY_TEST, r"test_torch\.py", r"could not import 'torch'.*"),
     (NO_TORCH, r"test_state_dict\.py", r"could not import 'torch'.*"),
+    (NO_TORCH, r"test_rope_scaling\.py", r"could not import 'transformers'.*"),
     (NO_TORCH, r"test_semantic_search\.py", r"the model is not installed"),
     (r"wheel", r"test_process\.py", r"no setup\.py here"),  # away from the tree
     (r"no_compiler", r".*", r"nothing is compiled here|asks why nothing is compiled"),
