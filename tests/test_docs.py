@@ -21,9 +21,8 @@ METHODS = {
     if inspect.isfunction(method) and not name.startswith("_")
 }
 #: Nothing is computed by a backend here, or nothing is returned that out= could take.
-PLAIN = (
-    "alibi_slopes", "backends", "pack_weight", "rotary_inv_freq", "rotary_tables", "show_config",
-)  # fmt: skip
+PLAIN = ("alibi_slopes", "backends", "pack_weight", "rotary_inv_freq", "rotary_tables",
+         "show_config")  # fmt: skip
 WITHOUT_OUT = ("merge_attention",)
 COMPUTING = [name for name in FUNCTIONS if name not in PLAIN]
 
