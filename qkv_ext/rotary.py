@@ -67,7 +67,7 @@ def rotary_inv_freq(
     dim : int
         D, or how many elements of each row are turned.  Where scaling has a
         ``partial_rotary_factor``, that part of dim, rounded down, is turned and stands for dim in
-        all that is computed.
+        all that is computed; ``rotary_tables`` takes that dim then, ``2 * len(inv_freq)``.
     base : float, optional
         The base of the wavelengths; the ``rope_theta`` of scaling by default, else 10000.
     scaling : mapping, optional
@@ -179,7 +179,7 @@ def rotary_tables(
     TypeError, ValueError
         An n or dim that is no integer in range, an odd dim, a base, scale or attention_factor that
         is no positive finite number, an inv_freq of another shape or that is not finite, a base
-        beside inv_freq.
+        other than 10000 beside inv_freq.
 
     Notes
     -----

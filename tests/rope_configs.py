@@ -1,7 +1,8 @@
 """What published models say of their rotary embedding, and the frequencies that they had of it.
 
-The numbers are those of their config.json.  FREQUENCIES has some of those that transformers 5.24
-computes of them, in float32, and the attention factor.
+The numbers are those of their config.json as public copies and transformers' own defaults have
+them.  FREQUENCIES has some of those that transformers 5.24 computes of them, in float32, and the
+attention factor.
 """
 
 from typing import Any, NamedTuple

@@ -47,6 +47,7 @@ SIGNATURES = {
     "PackedWeight": "*arguments, **keywords",
     "PackedWeight.from_matrix": "w",
     "ProjectedKV": "k, v",
+    "RotaryFrequencies": "inv_freq, attention_factor",
     "alibi_slopes": "num_heads",
     "apply_rotary": (
         "x, cos, sin, positions=None!, interleaved=False!, rotary_dim=None!, layout='bhld'!, "
@@ -61,12 +62,11 @@ SIGNATURES = {
     "matmul": "a, b, out=None!, threads=None!, backend=None!",
     "merge_attention": "outputs, lses, layout='bhld'!, threads=None!, backend=None!",
     "pack_weight": "w",
-    "RotaryFrequencies": "inv_freq, attention_factor",
     "rotary_inv_freq": (
         "dim, base=None, scaling=None, length=None!, max_position_embeddings=None!, "
         "original_max_position_embeddings=None!"
     ),
-    "rotary_tables": ("n, dim, base=10000.0!, scale=1.0!, inv_freq=None!, attention_factor=1.0!"),
+    "rotary_tables": "n, dim, base=10000.0!, scale=1.0!, inv_freq=None!, attention_factor=1.0!",
     "scaled_dot_product_attention": (
         f"q, k, v, {OPTIONS}layout='bhld'!, return_weights=False!, return_lse=False!, {LAST}"
     ),

@@ -225,9 +225,8 @@ def _longrope(s: _Scaling) -> tuple[Array, float]:
     short, long = s.factors("short_factor"), s.factors("long_factor")
     trained, length = s.trained(), s.needed(s.length, "length")
     attention = s.attention()
-    stretch = s.stretch() if attention is None or "factor" in s.keys else 1.0
     if attention is None:
-        attention = math.sqrt(1 + math.log(max(stretch, 1)) / math.log(trained))
+        attention = math.sqrt(1 + math.log(max(s.stretch(), 1)) / math.log(trained))
     return s.frequencies / (long if length > trained else short), attention
 
 
