@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Self, Unpack, overload
 
+import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qkv_ext._core import _backends, _copies
@@ -34,7 +35,7 @@ class CallOptions(Options, total=False):
 class MultiHeadAttention:
     """A multi-head attention layer, its weights packed once.
 
-    ``softmax(Q Kᵀ / √D) V`` per head with Q = X W_Q + b_Q and so on, the heads side by side, then
+    ``softmax(scale Q Kᵀ) V`` per head with Q = X W_Q + b_Q and so on, the heads side by side, then
     W_O.
 
     Parameters
@@ -42,11 +43,21 @@ class MultiHeadAttention:
     w_q : array or PackedWeight (d_in, H·D)
     w_k : array or PackedWeight (d_ctx, Hkv·D)
     w_v : array or PackedWeight (d_ctx, Hkv·Dv)
+        Of another d_ctx than w_k where calls give values a sequence of their own, value_context.
     w_o : array or PackedWeight (H·Dv, d_out), optional
     b_q, b_k, b_v, b_o : array, optional
         Biases of the four projections.
     num_heads, num_kv_heads : int
         H and Hkv; Hkv is H by default, and divides it.
+    q_norm, k_norm : array (D,), or (H·D,) and (Hkv·D,), optional
+        Weights of an RMS norm of Q and K before rotary: w · x / √(mean x² + norm_eps), over each head
+        (Qwen 3, Gemma 3), or over the whole width of all heads (OLMo 2).
+    norm_eps : float
+        What these norms add to the mean.
+    scale : float, optional
+        What scores are multiplied by where a call gives no scale; 1/√D by default.
+    sinks : array (H,), optional
+        The sinks of a call that gives none: see ``scaled_dot_product_attention``.
 
     Raises
     ------
@@ -89,17 +100,23 @@ class MultiHeadAttention:
         b_o: ArrayLike | None = None,
         num_heads: int,
         num_kv_heads: int | None = None,
+        q_norm: ArrayLike | None = None,
+        k_norm: ArrayLike | None = None,
+        norm_eps: float | np.floating[Any] = 1e-6,
+        scale: float | np.floating[Any] | None = None,
+        sinks: ArrayLike | None = None,
     ) -> None:
         layer = _check_layer.projections(
-            w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads
-        )
+            w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads, one_context=False,
+            q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps, scale=scale, sinks=sinks,
+        )  # fmt: skip
         packed: dict[str, Any] = {
             part: w if w is None or isinstance(w, PackedWeight) else pack_weight(w)
             for part, w in layer.weights.items()
         }
         own = not any(isinstance(layer.weights[part], PackedWeight) for part in "qkv")
         layer = layer._replace(weights=packed)
-        if own and packed["q"].shape[0] == packed["k"].shape[0]:
+        if own and len({packed[part].shape[0] for part in "qkv"}) == 1:
             layer = _check_layer.joined(layer)
         self._layer = layer
 
@@ -381,22 +398,27 @@ class MultiHeadAttention:
         if layer.joined is not None:
             joined = layer.joined.weight, [w.shape[1] for w in weights[:3]]
             weights[:3] = [None] * 3
-        arguments = (*weights, *biases, layer.num_heads, layer.num_kv_heads, joined)
+        more: dict[str, Any] = {
+            f"{part}_norm": None if w is None else w.astype(layer.weights["q"].dtype)
+            for part, w in layer.norms.items()
+        }
+        more |= {"norm_eps": layer.norm_eps, "scale": layer.scale, "sinks": layer.sinks}
+        arguments = (*weights, *biases, layer.num_heads, layer.num_kv_heads, joined, more)
         state = _copies.added_state(self, MultiHeadAttention)
         return _copies.reduced(self._restored, arguments, state)
 
     @classmethod
     def _restored(cls, *arguments: Any) -> Self:
-        """A layer out of a pickle: 4 weights, 4 biases, H, Hkv, and W_Q to W_V if they are one."""
-        parts, joined = arguments[:10], arguments[10:] or (None,)
+        """A layer out of a pickle: 4 weights, 4 biases, H, Hkv, W_Q to W_V if they are one, more.
+
+        Older ones end before either of the last.
+        """
+        parts, (joined, more) = arguments[:10], (*arguments[10:], None, None)[:2]
+        if joined is not None:
+            parts = (*split(*joined), *parts[3:])
+        layer = _check_layer.projections(*parts, one_context=False, **(more or {}))
         mha = cls.__new__(cls)
-        if joined[0] is None:
-            mha._layer = _check_layer.projections(*parts)
-        else:
-            weight, widths = joined[0]
-            parts = (*split(weight, widths), *parts[3:])
-            layer = _check_layer.projections(*parts)
-            mha._layer = _check_layer.joined(layer, weight)
+        mha._layer = layer if joined is None else _check_layer.joined(layer, joined[0])
         return mha
 
     def __repr__(self) -> str:
@@ -406,10 +428,14 @@ class MultiHeadAttention:
         if layer.weights["o"] is None:
             d_out = d_out // layer.num_kv_heads * layer.num_heads
         biases = tuple(f"b_{part}" for part in "qkvo" if layer.biases[part] is not None)
+        norms = tuple(f"{part}_norm" for part in "qk" if layer.norms[part] is not None)
+        more = f", norms={norms}, norm_eps={layer.norm_eps}" if norms else ""
+        more += "" if layer.scale is None else f", scale={layer.scale}"
+        more += "" if layer.sinks is None else ", sinks=True"
         return (
             f"{type(self).__name__}(d_in={d_in}, num_heads={layer.num_heads}, "
             f"num_kv_heads={layer.num_kv_heads}, head_dim={width // layer.num_heads}, "
-            f"d_out={d_out}, w_o={layer.weights['o'] is not None}, biases={biases})"
+            f"d_out={d_out}, w_o={layer.weights['o'] is not None}, biases={biases}{more})"
         )
 
 

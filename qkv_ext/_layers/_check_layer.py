@@ -40,6 +40,10 @@ class Projections(NamedTuple):
     num_kv_heads: int
     head_dim: int
     v_dim: int
+    norms: dict[str, Array | None]  # RMS weights by "q" and "k": (D,), (heads·D,) or None
+    norm_eps: float
+    scale: float | None  # where a call gives none; None is 1/√D
+    sinks: Array | None  # (H,), where a call gives none
     joined: Joined | None = None  # where they have one d_in, and the layer packed them
     plain: tuple[Any, ...] | None = None  # what src/step.pyx takes of them, in float32
 
@@ -76,9 +80,13 @@ def _weight(w: Any, name: str) -> Any:
 
 def projections(
     w_q: Any, w_k: Any, w_v: Any, w_o: Any, b_q: Any, b_k: Any, b_v: Any, b_o: Any,
-    num_heads: int, num_kv_heads: int | None,
+    num_heads: int, num_kv_heads: int | None, *, one_context: bool = True, q_norm: Any = None,
+    k_norm: Any = None, norm_eps: Any = 1e-6, scale: Any = None, sinks: Any = None,
 ) -> Projections:  # fmt: skip
-    """Check the weights of a layer against each other and against the heads."""
+    """Check the weights of a layer against each other and against the heads.
+
+    one_context: keys and values are projected from one sequence.
+    """
     h, hkv = _both_heads(num_heads, num_kv_heads)
     given = {"q": w_q, "k": w_k, "v": w_v, "o": w_o}
     weights: dict[str, Any] = {
@@ -96,17 +104,44 @@ def projections(
     there = {f"w_{p}": w for p, w in weights.items() if w is not None}
     arrays = there | {f"b_{p}": b for p, b in biases.items() if b is not None}
     shapes = {name: x.shape for name, x in arrays.items()}
-    misfit = _misfit(shapes, h, hkv)
+    misfit = _misfit(shapes, h, hkv, one_context)
     if misfit:
 
         def fit(turned: dict[str, Any]) -> bool:
             alone = turned["w_q"] != shapes["w_q"] and turned["w_q"][0] != turned["w_k"][0]
-            return not alone and not _misfit(turned, h, hkv)
+            return not alone and not _misfit(turned, h, hkv, True)
 
         raise ValueError(misfit + _transposed(there, shapes, fit))
+    norms = {"q": q_norm, "k": k_norm}
+    for part, norm in norms.items():
+        if norm is not None:
+            norms[part] = arrays[f"{part}_norm"] = operand(norm, f"{part}_norm", 1)
     same_dtype(**arrays)
     d, dv = (weights[part].shape[1] // hkv for part in "kv")
-    return Projections(weights, biases, h, hkv, d, dv)
+    compute = _arrays.compute_dtype(weights["q"].dtype)
+    for part, heads in (("q", h), ("k", hkv)):
+        if norms[part] is not None:
+            norms[part] = _norm(norms[part], f"{part}_norm", d, heads, compute)
+    if scale is not None:
+        scale = _arrays.scale(scale, d, compute)
+    if sinks is not None:
+        sinks = np.array(_rules.per_head(sinks, "sinks", ((h,),), compute))  # the layer owns it
+    return Projections(weights, biases, h, hkv, d, dv, norms, _eps(norm_eps), scale, sinks)
+
+
+def _norm(w: Array, name: str, d: int, heads: int, dtype: np.dtype[Any]) -> Array:
+    """The weight of an RMS norm: of each head, or of the whole width of all of them."""
+    if w.shape not in ((d,), (heads * d,)):
+        wanted = f"({d},), D" + (f", or ({heads * d},), that of all heads" if heads > 1 else "")
+        raise ValueError(f"{name} has shape {w.shape}; expected {wanted}")
+    return np.array(w, dtype)  # the layer owns it
+
+
+def _eps(value: Any) -> float:
+    eps = _arrays.real(value, "norm_eps", "a number of at least 0")
+    if not 0 <= eps <= float(np.finfo(np.float64).max):
+        raise ValueError(f"norm_eps is {shown(value)}; expected a finite number of at least 0")
+    return float(eps)
 
 
 def joined(layer: Projections, weight: PackedWeight | None = None) -> Projections:
@@ -139,7 +174,7 @@ def joined(layer: Projections, weight: PackedWeight | None = None) -> Projection
     ))  # fmt: skip
 
 
-def _misfit(shapes: dict[str, Any], h: int, hkv: int) -> str | None:
+def _misfit(shapes: dict[str, Any], h: int, hkv: int, one_context: bool) -> str | None:
     """What does not fit about the shapes of weights and biases, if anything."""
     each = (("w_q", h, "num_heads"), ("w_k", hkv, "num_kv_heads"), ("w_v", hkv, "num_kv_heads"))
     for name, heads, of in each:
@@ -154,7 +189,7 @@ def _misfit(shapes: dict[str, Any], h: int, hkv: int) -> str | None:
             f"w_q has {d} columns for each of {h} heads and w_k {d_k} for each of {hkv}; "
             "expected one D"
         )
-    if shapes["w_k"][0] != shapes["w_v"][0]:
+    if one_context and shapes["w_k"][0] != shapes["w_v"][0]:
         return f"w_k has shape {shapes['w_k']} and w_v {shapes['w_v']}; expected one d_in"
     if "w_o" in shapes and shapes["w_o"][0] != h * dv:
         return f"w_o has shape {shapes['w_o']}; expected ({h * dv}, d_out), H·Dv rows"
