@@ -13,6 +13,8 @@ from qkv_ext._core._options import PROJECTION, Flag, No, Options, Yes, shows, ta
 from qkv_ext._core._packed import PackedWeight, split
 from qkv_ext._core._threads import threads_of
 from qkv_ext._layers import _check_layer, _forward, _state_dict
+from qkv_ext._layers._check_layer import GivenRotary
+from qkv_ext._layers._forward import Sequences
 from qkv_ext.cache import KVCache
 from qkv_ext.linear import pack_weight
 from qkv_ext.projected import ProjectedKV, Weight
@@ -25,11 +27,16 @@ __all__ = ["MultiHeadAttention"]
 class CallOptions(Options, total=False):
     """The options of a layer's call; none changes what it returns."""
 
+    value_context: ArrayLike | None
     kv: ProjectedKV | None
     cache: KVCache | None
+    cu_seqlens: ArrayLike | None
+    cu_seqlens_context: ArrayLike | None
     rotary: tuple[ArrayLike, ArrayLike] | None
     interleaved: bool
     rotary_dim: int | None
+    positions: ArrayLike | None
+    rotary_sections: ArrayLike | None
 
 
 class MultiHeadAttention:
@@ -244,20 +251,28 @@ class MultiHeadAttention:
         return cls(w["q"], w["k"], w["v"], w["o"], **heads)
 
     def project_kv(
-        self, context: ArrayLike, *, threads: int | None = None, backend: str | None = None
+        self,
+        context: ArrayLike,
+        *,
+        value_context: ArrayLike | None = None,
+        threads: int | None = None,
+        backend: str | None = None,
     ) -> ProjectedKV:
         """K and V of a context, to be passed as ``kv=`` to many calls.
 
         Parameters
         ----------
         context : array (..., S, d_ctx)
+        value_context : array (..., S, d_v), optional
+            What values are projected from; the context by default.
         threads, backend : optional
             As in ``matmul``.
 
         Returns
         -------
         ProjectedKV
-            k (..., Hkv, S, D) and v (..., Hkv, S, Dv).  No rotary is applied to k yet.
+            k (..., Hkv, S, D) and v (..., Hkv, S, Dv).  k is normed where the layer does that; no rotary
+            is applied to it yet.
 
         Raises
         ------
@@ -273,9 +288,11 @@ class MultiHeadAttention:
         >>> kv.k.shape, mha(np.ones((1, 8), "f4"), kv=kv).shape
         ((2, 6, 4), (1, 8))
         """
-        array = _check_layer.sequence(context, "context", self._layer, "k")
+        layer = self._layer
+        array = _check_layer.sequence(context, "context", layer, "k")
+        values = _check_layer.values(value_context, "value_context", array, "context", layer)
         chosen = _backends.choose(backend, array.dtype)
-        return _forward.project_kv(self._layer, array, chosen, threads_of(threads))
+        return _forward.project_kv(layer, array, values, chosen, threads_of(threads))
 
     @overload
     def __call__(
@@ -308,11 +325,16 @@ class MultiHeadAttention:
         x: ArrayLike,
         context: ArrayLike | None = None,
         *,
+        value_context: ArrayLike | None = None,
         kv: ProjectedKV | None = None,
         cache: KVCache | None = None,
+        cu_seqlens: ArrayLike | None = None,
+        cu_seqlens_context: ArrayLike | None = None,
         rotary: tuple[ArrayLike, ArrayLike] | None = None,
         interleaved: bool = False,
         rotary_dim: int | None = None,
+        positions: ArrayLike | None = None,
+        rotary_sections: ArrayLike | None = None,
         return_weights: Flag = False,
         return_lse: Flag = False,
         **options: Unpack[Options],
@@ -324,12 +346,20 @@ class MultiHeadAttention:
         x : array (..., L, d_in)
         context : array (..., S, d_ctx), optional
             What keys and values are projected from; x by default.
+        value_context : array (..., S, d_v), optional
+            What values are projected from; the context by default.  It has the leading axes and the
+            S of the context, and the d_in of w_v.
         kv : ProjectedKV, optional
             Keys and values that are projected already, instead of a context.
         cache : KVCache, optional
             Where the keys and values of x are appended; x (B, L, d_in), or (L, d_in) for a batch of
             one, then attends to all that are there.  With q_lengths only so many rows of each item
             are appended.  S is the largest length that the cache has then.
+        cu_seqlens, cu_seqlens_context : integers (N + 1,), optional
+            Cumulative lengths of N sequences laid end to end, x (T, d_in), as in
+            ``varlen_attention``, and of the context (T_ctx, d_ctx) or kv where there is one.  Each is
+            computed as if it were alone, at positions of its own; lse is (T, H).  Not with mask,
+            q_lengths, query_offset, key_offset, return_weights and cache.
         rotary : (cos, sin), optional
             Tables as ``rotary_tables`` makes them.  Q and K are turned as ``apply_rotary`` does it,
             at the positions of causal, window and ALiBi: query i at i + offset, which is i in
@@ -337,6 +367,14 @@ class MultiHeadAttention:
             at j + key_offset.  With a cache x goes on where its lengths end.
         interleaved, rotary_dim : optional
             As in ``apply_rotary``.
+        positions : integers (L,) or (B, L), optional
+            The rows of rotary that x takes, B being its first axis, in place of those positions; for
+            causal, window and ALiBi nothing changes.  Keys of a context or kv stand where they do
+            without.
+        rotary_sections : integers (A,), optional
+            For positions (A, L) or (A, B, L) on several axes, such as time, height and width in
+            Qwen 2-VL: how many pairs of a row are turned by the position on each, the first axis
+            first.  They sum to the columns of rotary.
         return_weights, return_lse : bool
             Return the weights (..., H, L, S) and the log-sum-exp (..., H, L) as well.
         **options
@@ -374,22 +412,24 @@ class MultiHeadAttention:
         """
         given = take(options, "MultiHeadAttention.__call__", PROJECTION, return_weights, return_lse)
         layer = self._layer
+        turned = GivenRotary(rotary, interleaved, rotary_dim, positions, rotary_sections)
+        exclusive = {"context": context, "kv": kv, "cache": cache}
+        one, *others = [name for name, x in exclusive.items() if x is not None] or [""]
+        if others:
+            raise ValueError(f"{one} and {others[0]} are both given; expected one of them")
         if cache is not None:
-            if context is not None or kv is not None:
-                name = "kv" if context is None else "context"
-                raise ValueError(f"{name} and cache are both given; expected one of them")
             if not isinstance(cache, KVCache):
                 raise TypeError(f"cache is a {type(cache).__name__}; expected a KVCache")
-            return _forward.step(layer, x, cache, given, rotary, interleaved, rotary_dim)
-        tables = _check_layer.rotary(rotary, interleaved, rotary_dim, layer)
+            if cu_seqlens is not None or cu_seqlens_context is not None:
+                raise ValueError("cu_seqlens and cache are both given; expected one of them")
+            return _forward.step(layer, x, value_context, cache, given, turned)
+        tables = _check_layer.rotary(turned, layer)
         if kv is not None:
-            if context is not None:
-                raise ValueError("context and kv are both given; expected one of them")
+            if value_context is not None:
+                raise ValueError("value_context and kv are both given; expected one of them")
             kv = ProjectedKV(*_check_layer.projected_kv(kv, layer))
-            return _forward.forward(layer, x, None, given, rotary=tables, kv=kv)
-        if context is None:
-            return _forward.forward(layer, x, x, given, rotary=tables)
-        return _forward.forward(layer, x, context, given, ("x", "context"), tables)
+        of = Sequences(x, context, value_context, kv, cu_seqlens, cu_seqlens_context)
+        return _forward.forward(layer, of, given, tables)
 
     def __reduce__(self) -> tuple[Any, ...]:
         layer = self._layer

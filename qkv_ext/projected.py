@@ -10,7 +10,7 @@ from qkv_ext._core._options import PROJECTION, Flag, No, Options, Yes, shows, ta
 from qkv_ext._core._packed import PackedWeight
 from qkv_ext._layers import _check_layer
 from qkv_ext._layers._check_layer import ProjectedKV
-from qkv_ext._layers._forward import forward
+from qkv_ext._layers._forward import Sequences, forward
 
 Array = NDArray[Any]
 Weight = ArrayLike | PackedWeight
@@ -19,7 +19,7 @@ __all__ = ["ProjectedKV", "cross_attention", "self_attention"]
 
 
 class ProjectionOptions(Options, total=False):
-    """The options of self_attention and cross_attention; none changes what they return."""
+    """The options of self_attention; none changes what it returns."""
 
     num_heads: int
     num_kv_heads: int | None
@@ -27,6 +27,12 @@ class ProjectionOptions(Options, total=False):
     b_k: ArrayLike | None
     b_v: ArrayLike | None
     b_o: ArrayLike | None
+
+
+class CrossOptions(ProjectionOptions, total=False):
+    """The options of cross_attention."""
+
+    x_enc_v: ArrayLike | None
 
 
 @overload
@@ -122,38 +128,38 @@ def self_attention(
     layer = _check_layer.projections(
         w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads
     )
-    return forward(layer, x, x, given)
+    return forward(layer, Sequences(x), given)
 
 
 @overload
 def cross_attention(
     x_dec: ArrayLike, x_enc: ArrayLike,
     w_q: Weight, w_k: Weight, w_v: Weight, w_o: Weight | None = ..., *,
-    return_weights: No = ..., return_lse: No = ..., **options: Unpack[ProjectionOptions],
+    return_weights: No = ..., return_lse: No = ..., **options: Unpack[CrossOptions],
 ) -> Array: ...  # fmt: skip
 @overload
 def cross_attention(
     x_dec: ArrayLike, x_enc: ArrayLike,
     w_q: Weight, w_k: Weight, w_v: Weight, w_o: Weight | None = ..., *,
-    return_weights: Yes, return_lse: No = ..., **options: Unpack[ProjectionOptions],
+    return_weights: Yes, return_lse: No = ..., **options: Unpack[CrossOptions],
 ) -> tuple[Array, Array]: ...  # fmt: skip
 @overload
 def cross_attention(
     x_dec: ArrayLike, x_enc: ArrayLike,
     w_q: Weight, w_k: Weight, w_v: Weight, w_o: Weight | None = ..., *,
-    return_weights: No = ..., return_lse: Yes, **options: Unpack[ProjectionOptions],
+    return_weights: No = ..., return_lse: Yes, **options: Unpack[CrossOptions],
 ) -> tuple[Array, Array]: ...  # fmt: skip
 @overload
 def cross_attention(
     x_dec: ArrayLike, x_enc: ArrayLike,
     w_q: Weight, w_k: Weight, w_v: Weight, w_o: Weight | None = ..., *,
-    return_weights: Yes, return_lse: Yes, **options: Unpack[ProjectionOptions],
+    return_weights: Yes, return_lse: Yes, **options: Unpack[CrossOptions],
 ) -> tuple[Array, Array, Array]: ...  # fmt: skip
 @overload
 def cross_attention(
     x_dec: ArrayLike, x_enc: ArrayLike,
     w_q: Weight, w_k: Weight, w_v: Weight, w_o: Weight | None = ..., *,
-    return_weights: Flag = ..., return_lse: Flag = ..., **options: Unpack[ProjectionOptions],
+    return_weights: Flag = ..., return_lse: Flag = ..., **options: Unpack[CrossOptions],
 ) -> Array | tuple[Array, ...]: ...  # fmt: skip
 @shows(Options)
 def cross_attention(
@@ -170,6 +176,7 @@ def cross_attention(
     b_k: ArrayLike | None = None,
     b_v: ArrayLike | None = None,
     b_o: ArrayLike | None = None,
+    x_enc_v: ArrayLike | None = None,
     return_weights: Flag = False,
     return_lse: Flag = False,
     **options: Unpack[Options],
@@ -186,6 +193,8 @@ def cross_attention(
         Head h owns the columns h·D to (h + 1)·D.
     w_o, num_heads, num_kv_heads, b_q, b_k, b_v, b_o, return_weights, return_lse
         As in ``self_attention``; weights are (..., H, L, S).
+    x_enc_v : array (..., S, d_v), optional
+        The sequence that values are projected from; x_enc by default.  w_v is (d_v, Hkv·Dv) then.
     **options
         As in ``self_attention``; masks broadcast to (..., H, L, S).
 
@@ -214,6 +223,8 @@ def cross_attention(
     """
     given = take(options, "cross_attention", PROJECTION, return_weights, return_lse)
     layer = _check_layer.projections(
-        w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads
-    )
-    return forward(layer, x_dec, x_enc, given, ("x_dec", "x_enc"))
+        w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads,
+        one_context=x_enc_v is None,
+    )  # fmt: skip
+    names = ("x_dec", "x_enc", "x_enc_v")
+    return forward(layer, Sequences(x_dec, x_enc, x_enc_v, names=names), given)

@@ -324,11 +324,14 @@ def _of_layer(layer: Projections, given: dict[str, ArrayLike], options: Given) -
     if options.backend is None:
         options = options._replace(backend="numpy")
     asks, *_, is_asked = *given, *given
-    call, context = _forward.sequences(
-        layer, given[asks], given[is_asked], options, (asks.lower(), is_asked.lower())
-    )
+    names = (asks.lower(), is_asked.lower(), "")
+    other = given[is_asked] if is_asked is not asks else None
+    of = _forward.Sequences(given[asks], other, names=names)
+    call, context, values = _forward.sequences(layer, of, options)
+    assert context is not None
+    assert values is not None
     q = _forward.project(layer, "q", call.x, call.backend, call.threads)
-    k, v = _forward.project_kv(layer, context, call.backend, call.threads)
+    k, v = _forward.project_kv(layer, context, values, call.backend, call.threads)
     if not call.sizes.lead:
         q, k, v = q[None], k[None], v[None]
     (problem, extras, copies), heads = _forward.attention(call, q, k, v)

@@ -26,6 +26,7 @@ ATTENTION = {
 EXTRAS = {"return_weights": "switch", "return_lse": "switch"}
 WEIGHTS = dict.fromkeys(("w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v", "b_o"), "array")
 HEADS = {"num_heads": "integer", "num_kv_heads": "integer"}
+OWN = {"q_norm": "array", "k_norm": "array", "norm_eps": "real", "scale": "real", "sinks": "array"}
 COMPUTED = {"threads": "integer", "backend": "choice"}
 PRODUCT = {"out": "array", **COMPUTED}
 PACKED = {name: ATTENTION[name] for name in ATTENTION
@@ -85,7 +86,7 @@ CALLS = {  # the call, its arguments, and the kinds of those that are to be odd
                 {"batch": 1, "num_kv_heads": 2, "head_dim": 4},
                 {"batch": "integer", "num_kv_heads": "integer", "head_dim": "integer",
                  "v_dim": "integer", "dtype": "choice"}),
-    "MultiHeadAttention": (lambda **given: layer(**given)(X), LAYER, WEIGHTS | HEADS),
+    "MultiHeadAttention": (lambda **given: layer(**given)(X), LAYER, WEIGHTS | HEADS | OWN),
     "from_fused": (lambda **given: qkv_ext.MultiHeadAttention.from_fused(**given)(X),
                    {"w_qkv": f32(8, 24), "w_o": W, "num_heads": 2},
                    {"w_qkv": "array", "w_o": "array", "b_qkv": "array", "b_o": "array"} | HEADS),
@@ -94,17 +95,24 @@ CALLS = {  # the call, its arguments, and the kinds of those that are to be odd
                          "prefix": "", "num_heads": 2},
                         {"mapping": "array", "prefix": "choice"} | HEADS),
     "layer": (lambda **given: layer()(**given), {"x": X, "rotary": (COS, SIN)},
-              {"x": "array", "context": "array", "kv": "array", "cache": "array",
-               "rotary": "array", "interleaved": "switch", "rotary_dim": "integer"}
-              | ATTENTION | EXTRAS),
+              {"x": "array", "context": "array", "value_context": "array", "kv": "array",
+               "cache": "array", "rotary": "array", "interleaved": "switch",
+               "rotary_dim": "integer", "positions": "integers"} | ATTENTION | EXTRAS),
+    "packed layer": (
+        lambda **given: layer()(**given),
+        {"x": X[0], "context": X[0], "rotary": (COS, SIN), "cu_seqlens": [0, 3],
+         "cu_seqlens_context": [0, 3], "positions": [[0, 1, 2]] * 2, "rotary_sections": [1, 1]},
+        {"x": "array", "context": "array", "cu_seqlens": "integers",
+         "cu_seqlens_context": "integers", "positions": "integers",
+         "rotary_sections": "integers"} | PACKED),
     "layer with cache": (layer_with_cache, {"rotary": (COS, SIN)}, ATTENTION | EXTRAS),
     "project_kv": (lambda **given: tuple(layer().project_kv(**given)), {"context": X},
-                   {"context": "array"} | COMPUTED),
+                   {"context": "array", "value_context": "array"} | COMPUTED),
     "self_attention": (qkv_ext.self_attention, {"x": X} | LAYER,
                        {"x": "array"} | WEIGHTS | HEADS | ATTENTION | EXTRAS),
     "cross_attention": (qkv_ext.cross_attention, {"x_dec": X, "x_enc": X} | LAYER,
-                        {"x_dec": "array", "x_enc": "array"} | WEIGHTS | HEADS | ATTENTION
-                        | EXTRAS),
+                        {"x_dec": "array", "x_enc": "array", "x_enc_v": "array"} | WEIGHTS | HEADS
+                        | ATTENTION | EXTRAS),
     "trace_self": (qkv_ext.trace_self, {"x": X} | LAYER,
                    {"x": "array"} | WEIGHTS | HEADS | ATTENTION),
     "trace_cross": (qkv_ext.trace_cross, {"x_dec": X, "x_enc": X} | LAYER,
@@ -160,8 +168,9 @@ VALID = {
     "query_offset": np.array([1]), "q_lengths": np.array([2]), "key_offset": np.array(1),
     "nonpad_kv_seqlen": np.array([2]),
     "positions": np.array([2, 0, 1]), "lengths": np.array([1, 2]), "before": np.array([1, 2]),
-    "indices": np.array([1, 1, 0]), "context": X, "w_o": W, "b": f32(8),
-    "b_qkv": f32(24), "b_o": f32(8), "w": W, "inv_freq": np.float32([1, 0.5]),
+    "indices": np.array([1, 1, 0]), "context": X, "value_context": X, "x_enc_v": X, "w_o": W,
+    "b": f32(8), "b_qkv": f32(24), "b_o": f32(8), "w": W, "q_norm": f32(4), "k_norm": f32(8),
+    "inv_freq": np.float32([1, 0.5]),
 }  # fmt: skip
 
 

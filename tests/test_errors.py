@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import qkv_ext
-from qkv_ext import MultiHeadAttention, linear_projection, matmul, pack_weight, softmax
+from qkv_ext import KVCache, MultiHeadAttention, linear_projection, matmul, pack_weight, softmax
 from qkv_ext._core._options import PROJECTION
 
 sdpa = qkv_ext.scaled_dot_product_attention
@@ -37,6 +37,7 @@ BOOL = "expected bool or floating point: "
 INTS = BOOL + "mask.astype(bool), True keeps a key"
 W = f32(8, 8)
 MHA = MultiHeadAttention(W, W, W, W, num_heads=2)
+COS_SIN = qkv_ext.rotary_tables(6, 4)
 KV = MHA.project_kv(f32(6, 8))
 NO_SEQUENCE = (
     "is a ProjectedKV; expected a sequence (..., n, d_in): projected keys and values are passed to "
@@ -274,7 +275,8 @@ LAYERS = [
      "w_v has shape (8, 9); expected columns that are a multiple of num_kv_heads, 2"),
     (lambda o: layer(W, f32(8, 6), W), ValueError,
      "w_q has 4 columns for each of 2 heads and w_k 3 for each of 2; expected one D"),
-    (lambda o: layer(W, W, f32(7, 8)), ValueError,
+    (lambda o: qkv_ext.self_attention(f32(5, 8), W, W, f32(7, 8), num_heads=2, **o),
+     ValueError,
      "w_k has shape (8, 8) and w_v (7, 8); expected one d_in"),
     (lambda o: layer(W, W, W, f32(9, 8)), ValueError,
      "w_o has shape (9, 8); expected (8, d_out), H·Dv rows" + transposed("w_o.T")),
@@ -287,7 +289,8 @@ LAYERS = [
     (lambda o: layer(W, f32(8, 5), f32(8, 5)), ValueError,  # a context of 5
      "w_k has shape (8, 5); expected columns that are a multiple of num_kv_heads, 2"
      + transposed("w_k.T", "w_v.T")),
-    (lambda o: layer(W, W, pack_weight(f32(6, 8))), ValueError,
+    (lambda o: qkv_ext.self_attention(f32(5, 8), W, W, pack_weight(f32(6, 8)), num_heads=2, **o),
+     ValueError,
      "w_k has shape (8, 8) and w_v (6, 8); expected one d_in" + transposed("pack_weight(w_v.T)")),
     (lambda o: layer(f32(12, 8), f32(12, 8), f32(12, 8), b_k=f32(12)), ValueError,
      "b_k has shape (12,); expected (8,)" + transposed("w_q.T", "w_k.T", "w_v.T")),
@@ -297,6 +300,76 @@ LAYERS = [
     (lambda o: layer(W, W, f64(8, 8)), TypeError,
      "w_q, w_k, w_v have different dtypes (w_q float32, w_k float32, w_v float64); "
      + cast("w_v")),
+    (lambda o: layer(W, W, W, q_norm=f32(5)), ValueError,
+     "q_norm has shape (5,); expected (4,), D, or (8,), that of all heads"),
+    (lambda o: layer(W, W, W, k_norm=f32(1, 4)), ValueError,
+     "k_norm has shape (1, 4); expected (4,), D, or (8,), that of all heads"),
+    (lambda o: layer(W, W, W, num_heads=1, q_norm=f32(9)), ValueError,
+     "q_norm has shape (9,); expected (8,), D"),
+    (lambda o: layer(W, W, W, k_norm=f64(4)), TypeError,
+     "w_q, w_k, w_v, k_norm have different dtypes (w_q float32, w_k float32, w_v float32, k_norm "
+     "float64); " + cast("k_norm")),
+    (lambda o: layer(W, W, W, norm_eps=-1e-6), ValueError,
+     "norm_eps is -1e-06; expected a finite number of at least 0"),
+    (lambda o: layer(W, W, W, norm_eps=np.inf), ValueError,
+     "norm_eps is inf; expected a finite number of at least 0"),
+    (lambda o: layer(W, W, W, norm_eps="0"), TypeError,
+     "norm_eps is '0'; expected a number of at least 0"),
+    (lambda o: layer(W, W, W, scale=np.nan), ValueError,
+     "scale is nan; expected a finite float32 number or None"),
+    (lambda o: layer(W, W, W, sinks=f32(3)), ValueError, "sinks has shape (3,); expected (2,)"),
+    (lambda o: layer(W, W, f32(7, 8))(f32(5, 8), **o), ValueError,
+     "x has shape (5, 8); expected (..., 7), the d_in of w_v" + transposed("w_v.T")),
+    (lambda o: layer(W, W, f32(7, 8))(f32(5, 8), f32(6, 8), **o), ValueError,
+     "context has shape (6, 8); expected (..., 7), the d_in of w_v" + transposed("w_v.T")),
+    (lambda o: MHA(f32(5, 8), f32(6, 8), value_context=f32(5, 8), **o), ValueError,
+     "value_context has shape (5, 8); expected (6,) before the last axis, as context has"),
+    (lambda o: MHA(f32(5, 8), value_context=f32(5, 9), **o), ValueError,
+     "value_context has shape (5, 9); expected (..., 8), the d_in of w_v"),
+    (lambda o: MHA.project_kv(f32(2, 5, 8), value_context=f32(1, 5, 8), **o), ValueError,
+     "value_context has shape (1, 5, 8); expected (2, 5) before the last axis, as context has"),
+    (lambda o: MHA(f32(5, 8), kv=MHA.project_kv(f32(5, 8)), value_context=f32(5, 8), **o),
+     ValueError, "value_context and kv are both given; expected one of them"),
+    (lambda o: qkv_ext.cross_attention(f32(5, 8), f32(6, 8), W, W, W, x_enc_v=f32(7, 8), **o),
+     ValueError, "x_enc_v has shape (7, 8); expected (6,) before the last axis, as x_enc has"),
+    (lambda o: MHA(f32(2, 5, 8), cu_seqlens=[0, 5], **o), ValueError,
+     "cu_seqlens is given, but x has 3 axes; expected (T, d_in)"),
+    (lambda o: MHA(f32(5, 8), cu_seqlens=[0, 4], **o), ValueError,
+     "cu_seqlens runs from 0 to 4; expected it to start at 0, never to fall, and to end at 5"),
+    (lambda o: MHA(f32(5, 8), cu_seqlens_context=[0, 5], **o), ValueError,
+     "cu_seqlens_context is given without cu_seqlens; expected both"),
+    (lambda o: MHA(f32(5, 8), cu_seqlens=[0, 5], cu_seqlens_context=[0, 5], **o), ValueError,
+     "cu_seqlens_context is given, but there is no context; expected it with a context or kv"),
+    (lambda o: MHA(f32(5, 8), f32(6, 8), cu_seqlens=[0, 5], **o), ValueError,
+     "cu_seqlens_context is None; expected the cumulative lengths of the context, or of kv"),
+    (lambda o: MHA(f32(5, 8), f32(6, 8), cu_seqlens=[0, 5], cu_seqlens_context=[0, 1, 6], **o),
+     ValueError, "cu_seqlens has shape (2,) and cu_seqlens_context (3,); expected one shape"),
+    *[(lambda o, name=name, value=value: MHA(f32(5, 8), cu_seqlens=[0, 5], **{name: value}, **o),
+       ValueError, f"{name} and cu_seqlens are both given; expected one of them")
+      for name, value in (("mask", np.ones(5, bool)), ("q_lengths", [5]), ("query_offset", 1),
+                          ("key_offset", 1), ("return_weights", True))],
+    (lambda o: MHA(f32(5, 8), cu_seqlens=[0, 5], cache=KVCache(1, 2, 4), **o), ValueError,
+     "cu_seqlens and cache are both given; expected one of them"),
+    (lambda o: MHA(f32(5, 8), positions=[0] * 5, **o), ValueError,
+     "positions is given without rotary; expected rotary=(cos, sin) too"),
+    (lambda o: MHA(f32(5, 8), rotary_sections=[1, 1], **o), ValueError,
+     "rotary_sections is given without rotary; expected rotary=(cos, sin) too"),
+    (lambda o: MHA(f32(5, 8), rotary=COS_SIN, rotary_sections=[1, 1], **o), ValueError,
+     "rotary_sections is given without positions; expected both"),
+    (lambda o: MHA(f32(5, 8), rotary=COS_SIN, positions=[0] * 5, rotary_sections=[1, 2], **o),
+     ValueError, "rotary_sections is [1, 2], 3 pairs; expected 2, the columns of rotary"),
+    (lambda o: MHA(f32(5, 8), rotary=COS_SIN, positions=[0] * 5, rotary_sections=2, **o),
+     ValueError, "rotary_sections has shape (); expected (axes,)"),
+    (lambda o: MHA(f32(5, 8), rotary=COS_SIN, positions=[0] * 5, rotary_sections=[1, 1], **o),
+     ValueError, "positions has shape (5,); expected (2, 5)"),
+    (lambda o: MHA(f32(3, 5, 8), rotary=COS_SIN, positions=[0] * 4, **o), ValueError,
+     "positions has shape (4,); expected (5,) or (3, 5)"),
+    (lambda o: MHA(f32(5, 8), rotary=COS_SIN, positions=[0, 1, 2, 3, -1], **o), ValueError,
+     "positions holds -1; expected 0 to 5"),
+    (lambda o: MHA(f32(5, 8), rotary=COS_SIN, positions=[0, 1, 2, 3, 6], **o), ValueError,
+     "positions holds 6; expected 0 to 5"),
+    (lambda o: MHA(f32(5, 8), rotary=COS_SIN, positions=[0.5] * 5, **o), TypeError,
+     "positions has dtype float64; expected integers"),
     (lambda o: layer(W, W, np.ones((8, 8), int)), TypeError,
      "w_v has dtype int64; expected float32, float64, float16 or bfloat16"),
     (lambda o: MultiHeadAttention.from_fused(f32(8, 96), f32(64, 8), num_heads=4, num_kv_heads=2),

@@ -31,7 +31,7 @@ SIGNATURES = {
     "KVCache.concatenate": "caches",
     "MultiHeadAttention": (
         "w_q, w_k, w_v, w_o=None, b_q=None!, b_k=None!, b_v=None!, b_o=None!, num_heads!, "
-        "num_kv_heads=None!"
+        "num_kv_heads=None!, q_norm=None!, k_norm=None!, norm_eps=1e-06!, scale=None!, sinks=None!"
     ),
     "MultiHeadAttention.from_fused": (
         "w_qkv, w_o=None, b_qkv=None!, b_o=None!, num_heads!, num_kv_heads=None!"
@@ -39,10 +39,13 @@ SIGNATURES = {
     "MultiHeadAttention.from_state_dict": (
         "mapping, prefix, num_heads, num_kv_heads=None, ignore=()!"
     ),
-    "MultiHeadAttention.project_kv": "self, context, threads=None!, backend=None!",
+    "MultiHeadAttention.project_kv": (
+        "self, context, value_context=None!, threads=None!, backend=None!"
+    ),
     "MultiHeadAttention.__call__": (
-        "self, x, context=None, kv=None!, cache=None!, rotary=None!, interleaved=False!, "
-        "rotary_dim=None!, return_weights=False!, return_lse=False!, **options"
+        "self, x, context=None, value_context=None!, kv=None!, cache=None!, cu_seqlens=None!, "
+        "cu_seqlens_context=None!, rotary=None!, interleaved=False!, rotary_dim=None!, "
+        "positions=None!, rotary_sections=None!, return_weights=False!, return_lse=False!, **options"
     ),
     "PackedWeight": "*arguments, **keywords",
     "PackedWeight.from_matrix": "w",
@@ -56,7 +59,8 @@ SIGNATURES = {
     "backends": "",
     "cross_attention": (
         "x_dec, x_enc, w_q, w_k, w_v, w_o=None, num_heads=1!, num_kv_heads=None!, b_q=None!, "
-        "b_k=None!, b_v=None!, b_o=None!, return_weights=False!, return_lse=False!, **options"
+        "b_k=None!, b_v=None!, b_o=None!, x_enc_v=None!, return_weights=False!, return_lse=False!, "
+        "**options"
     ),
     "linear_projection": "x, w, b=None, out=None!, threads=None!, backend=None!",
     "matmul": "a, b, out=None!, threads=None!, backend=None!",

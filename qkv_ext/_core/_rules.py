@@ -224,6 +224,13 @@ def positions(
         start = diagonal + key_offset
         first, count = (key_offset, s) if before is None else (s - length + key_offset, length)
         return range(start, start + length), range(first, first + count)
+    if sizes.packed is not None:
+        of_q, of_k = (np.diff(ends) for ends in sizes.packed)
+        queries, keys = (
+            np.arange(ends[-1]) - np.repeat(ends[:-1], np.diff(ends)) for ends in sizes.packed
+        )
+        keys = np.where(keys < np.repeat(spans[:, K_LENGTH], of_k), keys, 0)
+        return queries + np.repeat(spans[:, DIAGONAL], of_q), keys
     i = np.arange(length)
     inner = math.prod(sizes.lead[1:])
     if inner == 0:  # of no items there is nothing to turn
@@ -236,6 +243,15 @@ def positions(
         return queries, np.where(there, keys, 0)
     j = np.arange(s)
     return queries, np.where(j < spans[:, K_LENGTH].max(initial=0), j + key_offset, 0)
+
+
+def rows_there(scoring: Scoring, sizes: Sizes) -> Array | None:
+    """Which rows of q are no padding, (B, L) or (1, L); None where all are there."""
+    spans, inner = scoring.rules.spans, math.prod(sizes.lead[1:])
+    if spans is None or sizes.packed is not None or inner == 0:
+        return None
+    there: Array = np.arange(sizes.length) < spans[::inner, Q_LENGTH, None]
+    return there
 
 
 def pairs(table: Array) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 from qkv_ext._core import _arrays, _check, _rules
 from qkv_ext._core._arrays import FLOAT32, FLOAT64, Array, operand, same_dtype, shown
 from qkv_ext._core._check_rotary import tables
-from qkv_ext._core._options import Given
+from qkv_ext._core._options import DEFAULT, Given
 from qkv_ext._core._packed import PANEL, PackedWeight, side_by_side, split
 from qkv_ext._core._problem import Sizes
 
@@ -48,12 +48,24 @@ class Projections(NamedTuple):
     plain: tuple[Any, ...] | None = None  # what src/step.pyx takes of them, in float32
 
 
+class GivenRotary(NamedTuple):
+    """What a call is given of rotary embedding, unchecked."""
+
+    tables: Any = None  # (cos, sin)
+    interleaved: Any = False
+    rotary_dim: Any = None
+    positions: Any = None
+    sections: Any = None
+
+
 class Rotary(NamedTuple):
-    """The checked tables of a call, and which elements of a row are a pair."""
+    """The checked tables of a call, which elements of a row are a pair, and where rows stand."""
 
     cos: Array  # (n, rotary_dim / 2)
     sin: Array
     interleaved: bool
+    positions: Array | None = None  # integers of any shape; None is what the options say
+    sections: Array | None = None  # int64 (axes,): how many pairs the positions of each axis turn
 
 
 def _heads(value: object, name: str) -> int:
@@ -323,40 +335,155 @@ def sizes(layer: Projections, x: Array, name: str, k: tuple[int, ...]) -> Sizes:
     )  # fmt: skip
 
 
+def values(given: Any, name: str, context: Array, context_name: str, layer: Projections) -> Array:
+    """Check what values are projected from: the context, or a sequence as long as it."""
+    if given is None:
+        if layer.weights["v"].shape[0] == layer.weights["k"].shape[0]:
+            return context
+        return sequence(context, context_name, layer, "v")
+    array = sequence(given, name, layer, "v")
+    if array.shape[:-1] != context.shape[:-1]:
+        raise ValueError(
+            f"{name} has shape {array.shape}; expected {context.shape[:-1]} before the last axis, "
+            f"as {context_name} has"
+        )
+    return array
+
+
+#: Options of a call that a packed batch has no use for.
+_PADDED = ("mask", "q_lengths", "query_offset", "key_offset", "return_weights")
+
+
+def packed(
+    cu_seqlens: Any, cu_seqlens_context: Any, alone: bool, sizes: Sizes, given: Given
+) -> Sizes:
+    """The sizes of a packed batch; alone: keys and values are those of x."""
+    if cu_seqlens is None:
+        raise ValueError("cu_seqlens_context is given without cu_seqlens; expected both")
+    if sizes.lead:
+        raise ValueError(
+            f"cu_seqlens is given, but x has {len(sizes.lead) + 2} axes; expected (T, d_in)"
+        )
+    for name in _PADDED:
+        if getattr(given, name) is not getattr(DEFAULT, name):
+            raise ValueError(f"{name} and cu_seqlens are both given; expected one of them")
+    cu_q = cu_k = _rules.cumulative(cu_seqlens, "cu_seqlens", sizes.length)
+    if alone and cu_seqlens_context is not None:
+        raise ValueError(
+            "cu_seqlens_context is given, but there is no context; expected it with a context or kv"
+        )
+    if not alone:
+        if cu_seqlens_context is None:
+            raise ValueError(
+                "cu_seqlens_context is None; expected the cumulative lengths of the context, or of "
+                "kv"
+            )
+        cu_k = _rules.cumulative(cu_seqlens_context, "cu_seqlens_context", sizes.s)
+        if cu_k.shape != cu_q.shape:
+            raise ValueError(
+                f"cu_seqlens has shape {cu_q.shape} and cu_seqlens_context {cu_k.shape}; expected "
+                "one shape"
+            )
+    return sizes._replace(rank=4, lead=(len(cu_q) - 1,), packed=(cu_q, cu_k))
+
+
 def output(out: Any, layer: Projections, sizes: Sizes) -> None:
     """Check the out of a call, before anything is computed."""
     w_o = layer.weights["o"]
     width = sizes.h * sizes.dv if w_o is None else w_o.shape[1]
-    _arrays.target(out, (*sizes.lead, sizes.length, width), sizes.dtype)
+    lead = sizes.lead if sizes.packed is None else ()
+    _arrays.target(out, (*lead, sizes.length, width), sizes.dtype)
 
 
-def rotary(given: Any, interleaved: Any, rotary_dim: Any, layer: Projections) -> Rotary | None:
+# ---- rotary -------------------------------------------------------------------------------------
+
+
+def rotary(given: GivenRotary, layer: Projections) -> Rotary | None:
     """Check the tables of a call against the heads of the layer."""
-    neighbours = _arrays.as_bool(interleaved, "interleaved")
-    if given is None:
-        if neighbours or rotary_dim is not None:
-            option = "interleaved" if neighbours else "rotary_dim"
-            raise ValueError(f"{option} is given without rotary; expected rotary=(cos, sin) too")
+    neighbours = _arrays.as_bool(given.interleaved, "interleaved")
+    if given.tables is None:
+        others = {
+            "interleaved": neighbours or None,
+            "rotary_dim": given.rotary_dim,
+            "positions": given.positions,
+            "rotary_sections": given.sections,
+        }
+        for option, value in others.items():
+            if value is not None:
+                raise ValueError(
+                    f"{option} is given without rotary; expected rotary=(cos, sin) too"
+                )
         return None
-    if not isinstance(given, (tuple, list)) or len(given) != 2:
-        raise TypeError(f"rotary is a {type(given).__name__}; expected a pair (cos, sin)")
-    cos, sin = tables(given[0], given[1], rotary_dim, layer.head_dim)
-    return Rotary(cos, sin, neighbours)
+    if not isinstance(given.tables, (tuple, list)) or len(given.tables) != 2:
+        raise TypeError(f"rotary is a {type(given.tables).__name__}; expected a pair (cos, sin)")
+    cos, sin = tables(given.tables[0], given.tables[1], given.rotary_dim, layer.head_dim)
+    positions = sections = None
+    if given.positions is not None:
+        positions = _rules.integer_array(given.positions, "positions")
+    if given.sections is not None:
+        if positions is None:
+            raise ValueError("rotary_sections is given without positions; expected both")
+        sections = _sections(given.sections, cos.shape[1])
+    return Rotary(cos, sin, neighbours, positions, sections)
 
 
-def covered(rows: int, queries: range | Array, keys: range | Array) -> None:
+def _sections(given: Any, pairs: int) -> Array:
+    """How many pairs the positions of each axis turn, (axes,)."""
+    sections = _rules.integer_array(given, "rotary_sections", "integers (axes,)")
+    if sections.ndim != 1:
+        raise ValueError(f"rotary_sections has shape {sections.shape}; expected (axes,)")
+    sections = _rules.integers(sections, "rotary_sections", sections.size, 0, pairs)
+    if sections.sum() != pairs:
+        raise ValueError(
+            f"rotary_sections is {sections.tolist()}, {sections.sum()} pairs; expected {pairs}, "
+            "the columns of rotary"
+        )
+    return sections
+
+
+def own_positions(
+    rotary: Rotary, lead: tuple[int, ...], length: int, there: Array | None
+) -> tuple[Rotary, Array]:
+    """Tables of the positions that a call gives, and the rows of them, int64 (L,) or (B, L).
+
+    there (B, L) tells rows from padding, which stands nowhere and is given position 0.
+    """
+    given, sections = rotary.positions, rotary.sections
+    assert given is not None
+    axes = () if sections is None else (len(sections),)
+    shapes = [(*axes, length), *([(*axes, lead[0], length)] if lead else [])]
+    if given.shape not in shapes:
+        wanted = " or ".join(map(str, shapes))
+        raise ValueError(f"positions has shape {given.shape}; expected {wanted}")
+    if there is not None:
+        if given.ndim == len(axes) + 1 and lead:
+            given = np.broadcast_to(given[..., None, :], (*axes, lead[0], length))
+        given = np.where(there if lead else there[0], given, 0)
+    last = len(rotary.cos) - 1
+    at = _rules.integers(given.ravel(), "positions", given.size, 0, last).reshape(given.shape)
+    if sections is None:
+        return rotary, at
+    axis = np.repeat(np.arange(len(sections)), sections)  # of each pair
+    rows, pairs = np.ascontiguousarray(at.reshape(len(sections), -1)[axis].T), np.arange(len(axis))
+    gathered = rotary._replace(cos=rotary.cos[rows, pairs], sin=rotary.sin[rows, pairs])
+    return gathered, np.arange(len(rows)).reshape(at.shape[1:])
+
+
+def covered(rows: int, name: str, at: range | Array) -> None:
     """Tables of that many rows have one for each of the positions."""
-    for name, at in (("queries", queries), ("keys", keys)):
-        if isinstance(at, range):
-            low, high = (at.start, at.stop - 1) if at else (0, -1)
-        else:
-            low, high = at.min(initial=0), at.max(initial=-1)
-        if low < 0 or high >= rows:
-            raise ValueError(
-                f"rotary has {rows} rows, but {name} stand at positions up to {high}"
-                if low >= 0
-                else f"rotary has rows from 0 on, but {name} stand at positions from {low} on"
-            )
+    if isinstance(at, range):
+        low, high = (at.start, at.stop - 1) if at else (0, -1)
+    else:
+        low, high = at.min(initial=0), at.max(initial=-1)
+    if low < 0 or high >= rows:
+        raise ValueError(
+            f"rotary has {rows} rows, but {name} stand at positions up to {high}"
+            if low >= 0
+            else f"rotary has rows from 0 on, but {name} stand at positions from {low} on"
+        )
+
+
+# ---- with a cache -------------------------------------------------------------------------------
 
 
 def cached_call(
@@ -371,7 +498,7 @@ def cached_call(
             "x has dtype float64; a cache takes float32, float16 or bfloat16: weights and "
             f"x{_arrays.cast_to(_arrays.FLOAT32)}"
         )
-    _, _, h, hkv, d, dv, _, _ = layer
+    _, _, h, hkv, d, dv = layer[:6]
     own, before = cache._store.layout, cache._store.lengths
     if (own.kv_heads, own.head_dim, own.v_dim) != (hkv, d, dv):
         raise ValueError(
