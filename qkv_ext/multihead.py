@@ -137,15 +137,31 @@ class MultiHeadAttention:
         b_o: ArrayLike | None = None,
         num_heads: int,
         num_kv_heads: int | None = None,
+        order: str = "qkv",
+        q_norm: ArrayLike | None = None,
+        k_norm: ArrayLike | None = None,
+        norm_eps: float | np.floating[Any] = 1e-6,
+        scale: float | np.floating[Any] | None = None,
+        sinks: ArrayLike | None = None,
     ) -> Self:
-        """A layer from one matrix (d_in, (H + 2 Hkv)·D) with the columns of Q, then K, then V.
+        """A layer from one matrix (d_in, (H + 2 Hkv)·D) that has the columns of Q, K and V.
 
         Parameters
         ----------
         w_qkv : array (d_in, (H + 2 Hkv)·D)
-            H·D columns of W_Q, Hkv·D of W_K, Hkv·D of W_V: no equal thirds under GQA.
+            Under GQA Q, K and V are no equal thirds.
         b_qkv : array ((H + 2 Hkv)·D,), optional
-        w_o, b_o, num_heads, num_kv_heads
+            In the order of the columns.
+        order : {"qkv", "grouped"}
+            Of the columns, for H = 4 and Hkv = 2 with D columns each::
+
+                qkv        q0 q1 q2 q3 k0 k1 v0 v1      torch, GPT-2, Phi-3, MPT, ChatGLM
+                grouped    q0 q1 k0 v0 q2 q3 k1 v1      GPT-NeoX, BLOOM, Falcon
+
+            The shapes fit either way.  A model's code tells: grouped is where it makes
+            (..., Hkv, H / Hkv + 2, D) of the product before it cuts it (with Hkv = H:
+            (..., H, 3, D), or chunks of (..., H, 3 D)).  For Hkv = 1 both are the same.
+        w_o, b_o, num_heads, num_kv_heads, q_norm, k_norm, norm_eps, scale, sinks
             As for the class.
 
         Returns
@@ -166,10 +182,70 @@ class MultiHeadAttention:
         MultiHeadAttention(d_in=8, num_heads=2, num_kv_heads=1, head_dim=8, d_out=16,
                            w_o=False, biases=())
         """
-        w, b = _check_layer.fused(w_qkv, b_qkv, w_o, num_heads, num_kv_heads)
+        w, b = _check_layer.fused(w_qkv, b_qkv, w_o, num_heads, num_kv_heads, order)
         (w_q, w_k, w_v), (b_q, b_k, b_v) = w, b
-        biases = {"b_q": b_q, "b_k": b_k, "b_v": b_v, "b_o": b_o}
-        return cls(w_q, w_k, w_v, w_o, **biases, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        return cls(
+            w_q, w_k, w_v, w_o, b_q=b_q, b_k=b_k, b_v=b_v, b_o=b_o, num_heads=num_heads,
+            num_kv_heads=num_kv_heads, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps,
+            scale=scale, sinks=sinks,
+        )  # fmt: skip
+
+    @classmethod
+    def from_fused_kv(
+        cls,
+        w_q: Weight,
+        w_kv: ArrayLike,
+        w_o: Weight | None = None,
+        *,
+        b_q: ArrayLike | None = None,
+        b_kv: ArrayLike | None = None,
+        b_o: ArrayLike | None = None,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        order: str = "kv",
+        q_norm: ArrayLike | None = None,
+        k_norm: ArrayLike | None = None,
+        norm_eps: float | np.floating[Any] = 1e-6,
+        scale: float | np.floating[Any] | None = None,
+        sinks: ArrayLike | None = None,
+    ) -> Self:
+        """A layer from W_Q and one matrix (d_ctx, 2 Hkv·D) of K and V: attention to a context.
+
+        Parameters
+        ----------
+        w_q : array or PackedWeight (d_in, H·D)
+        w_kv : array (d_ctx, 2 Hkv·D)
+        b_kv : array (2 Hkv·D,), optional
+            In the order of the columns.
+        order : {"kv", "grouped"}
+            Of the columns: those of K, then those of V; or the key and value of each head in turn.
+        w_o, b_q, b_o, num_heads, num_kv_heads, q_norm, k_norm, norm_eps, scale, sinks
+            As for the class.
+
+        Returns
+        -------
+        MultiHeadAttention
+
+        Raises
+        ------
+        TypeError, ValueError
+            A width that is not 2 Hkv·D with the D of w_q, with the width expected.
+
+        Examples
+        --------
+        >>> import numpy as np, qkv_ext
+        >>> w_q, w_kv = np.zeros((8, 16), "f4"), np.zeros((6, 32), "f4")
+        >>> mha = qkv_ext.MultiHeadAttention.from_fused_kv(w_q, w_kv, num_heads=2)
+        >>> mha(np.ones((5, 8), "f4"), np.ones((3, 6), "f4")).shape
+        (5, 16)
+        """
+        w, b = _check_layer.fused_kv(w_q, w_kv, b_kv, num_heads, num_kv_heads, order)
+        (w_k, w_v), (b_k, b_v) = w, b
+        return cls(
+            w_q, w_k, w_v, w_o, b_q=b_q, b_k=b_k, b_v=b_v, b_o=b_o, num_heads=num_heads,
+            num_kv_heads=num_kv_heads, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps,
+            scale=scale, sinks=sinks,
+        )  # fmt: skip
 
     @classmethod
     def from_state_dict(
@@ -179,6 +255,10 @@ class MultiHeadAttention:
         num_heads: int,
         num_kv_heads: int | None = None,
         *,
+        order: str | None = None,
+        norm_eps: float | np.floating[Any] | None = None,
+        norm_offset: float | np.floating[Any] = 0.0,
+        scale: float | np.floating[Any] | None = None,
         ignore: str | Iterable[str] = (),
     ) -> Self:
         """A layer from the named weights of a trained model, as a safetensors file holds them.
@@ -192,21 +272,38 @@ class MultiHeadAttention:
             What the names of the layer start with, such as ``"model.layers.0.self_attn"``; "" for
             none.  Under it there is one of::
 
-                in_proj_weight, in_proj_bias, out_proj              torch.nn.MultiheadAttention
-                q_proj_weight, k_proj_weight, ... out_proj          the same with kdim or vdim
-                q_proj, k_proj, v_proj, o_proj or out_proj          Llama, Whisper, CLIP
-                self_attn.q_proj, ... self_attn.o_proj              a layer of theirs
-                query, key, value                                   BertSelfAttention, no W_O
-                query, key, value, dense                            AlbertAttention
-                self.query, ... output.dense                        BertAttention
-                attention.self.query, ... attention.output.dense    BertLayer
-                attention.attention.query, ... the same             ViTLayer
+                in_proj_weight, in_proj_bias, out_proj          torch.nn.MultiheadAttention
+                q_proj_weight, k_proj_weight, ... out_proj      the same with kdim or vdim
+                q_proj, k_proj, v_proj, o_proj or out_proj      Llama, Qwen, Gemma, OLMo 2, GPT-OSS,
+                                                                BART, Whisper, CLIP, DETR, ViT
+                qkv_proj, o_proj                                Phi-3
+                c_attn, c_proj, q_attn                          GPT-2, weights (in, out)
+                query_key_value, dense                          GPT-NeoX, BLOOM, Falcon: order=
+                qkv, proj                                       timm: order=
+                Wqkv, out_proj or Wo                            MPT, ModernBERT
+                q, k, v, o                                      T5: scale=
+                q_lin, k_lin, v_lin, out_lin                    DistilBERT
+                query, key, value                               BertSelfAttention, no W_O
+                query, key, value, dense                        AlbertAttention
+                self.query, ... output.dense                    BertAttention
+                attention.query, ... output.dense               ViT, in older files
 
             and all but the first two lines with ``.weight`` and, where there is one, ``.bias``.
+            A layer may have them under ``self_attn.``, ``attn.`` or whatever it is in the model.
         num_heads : int
             H, which the names do not tell.
         num_kv_heads : int, optional
             Hkv; by default what the shapes of W_Q and W_K make it with H heads.
+        order : {"qkv", "grouped"}, optional
+            Of the rows of ``query_key_value`` and ``qkv``, which have to be given it: see
+            ``from_fused``.
+        norm_eps : float, optional
+            Of the RMS norms of Q and K, where there are ``q_norm`` and ``k_norm``, which have to be
+            given it.  They are (D,) or (heads·D,).
+        norm_offset : float
+            What is added to the weights of these norms: 1.0 for Gemma's (1 + w).
+        scale : float, optional
+            As for the class.  T5's names have to be given it: its scale is 1.
         ignore : str or strings
             Patterns, as of ``fnmatch``, of names that may be left out: whole names, or what follows
             the prefix or the name of the attention module.
@@ -222,14 +319,21 @@ class MultiHeadAttention:
             A value that cannot be read as an array of floats.
         ValueError
             No such names, with those that were looked for; some of them missing; shapes that do not
-            fit; anything else in the attention module (norms of Q and K, sinks, gates, relative
+            fit; no order, norm_eps or scale where the names need it, or one that they have no use
+            for; anything else in the attention module (LayerNorms of Q and K, gates, relative
             positions, adapters, scales of quantised weights, ...), by its names.
 
         Notes
         -----
         What stands after W_O (BERT's output.LayerNorm) or beside the attention (norms and MLPs of a
         layer) is not read.  Tables of rotary positions and causal masks are left out: they are
-        options of the call.
+        options of the call.  ``sinks`` of GPT-OSS become the layer's.
+
+        What stands in a model's config alone no names tell.  Of the scale: query_pre_attn_scalar of
+        Gemma (its -1/2 power), scale_attn_by_inverse_layer_idx of GPT-2, attention_multiplier of
+        Granite; GPT-Neo's is 1.  Of the call: softcap (Gemma 2), window, alibi_slopes (BLOOM, MPT;
+        Falcon divides them by √D), rotary.  Norms without weights, and clip_qkv of MPT, are not
+        served; a LayerNorm without a bias (ESM C) has the names of an RMS norm.
 
         Examples
         --------
@@ -241,14 +345,19 @@ class MultiHeadAttention:
         MultiHeadAttention(d_in=16, num_heads=8, num_kv_heads=2, head_dim=4, d_out=16,
                            w_o=True, biases=())
         """
-        fused, w, b = found = _state_dict.find(mapping, prefix, ignore)
+        found = _state_dict.find(mapping, prefix, ignore, order, norm_eps, norm_offset, scale)
+        order, w, b, more = found
         if num_kv_heads is None:
             num_kv_heads = _state_dict.kv_heads(found, num_heads)
-        heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        if fused:
-            return cls.from_fused(w["qkv"], w["o"], b_qkv=b["qkv"], b_o=b["o"], **heads)
-        heads |= {f"b_{part}": b[part] for part in "qkvo"}
-        return cls(w["q"], w["k"], w["v"], w["o"], **heads)
+        more |= {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "scale": scale}
+        if "qkv" in w:
+            more |= {"order": order, "b_qkv": b["qkv"], "b_o": b["o"]}
+            return cls.from_fused(w["qkv"], w["o"], **more)
+        if "kv" in w:
+            more |= {"order": order, "b_q": b["q"], "b_kv": b["kv"], "b_o": b["o"]}
+            return cls.from_fused_kv(w["q"], w["kv"], w["o"], **more)
+        more |= {f"b_{part}": b[part] for part in "qkvo"}
+        return cls(w["q"], w["k"], w["v"], w["o"], **more)
 
     def project_kv(
         self,

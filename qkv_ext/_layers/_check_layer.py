@@ -223,19 +223,20 @@ def _transposed(
     return ""
 
 
+ORDERS = QKV, GROUPED = "qkv", "grouped"
+KV_ORDERS = "kv", GROUPED
+
+
 def fused(
-    w_qkv: Any, b_qkv: Any, w_o: Any, num_heads: int, num_kv_heads: int | None
+    w_qkv: Any, b_qkv: Any, w_o: Any, num_heads: int, num_kv_heads: int | None, order: Any = QKV
 ) -> tuple[list[Array], list[Any]]:
     """Split a fused weight and bias into those of Q, K and V."""
+    grouped = _arrays.choice(order, "order", ORDERS) == GROUPED
     h, hkv = _both_heads(num_heads, num_kv_heads)
-    w = _weight(w_qkv, "w_qkv")
-    if isinstance(w, PackedWeight):
-        raise TypeError("w_qkv is a PackedWeight; expected an array, it is split before packing")
+    w, b = _to_split(w_qkv, b_qkv, "qkv")
     weights = {"w_qkv": w} | ({} if w_o is None else {"w_o": _weight(w_o, "w_o")})
     shapes = {name: x.shape for name, x in weights.items()}
-    b = None
-    if b_qkv is not None:
-        b = operand(b_qkv, "b_qkv", 1)
+    if b is not None:
         shapes["b_qkv"] = b.shape
     misfit = _fused_misfit(shapes, h, hkv)
     if misfit:
@@ -245,10 +246,51 @@ def fused(
             return d_in <= columns and not _fused_misfit(turned, h, hkv)
 
         raise ValueError(misfit + _transposed(weights, shapes, fit))
-    d = w.shape[1] // (h + 2 * hkv)
-    cuts = [h * d, (h + hkv) * d]
-    biases = [None, None, None] if b is None else np.split(b, cuts)
-    return np.split(w, cuts, axis=1), biases
+    counts = (h // hkv, 1, 1)  # of each key/value head
+    parts = _split(w, counts, hkv, grouped)
+    return parts, [None] * 3 if b is None else _split(b, counts, hkv, grouped)
+
+
+def fused_kv(
+    w_q: Any, w_kv: Any, b_kv: Any, num_heads: int, num_kv_heads: int | None, order: Any
+) -> tuple[list[Array], list[Any]]:
+    """Split a fused weight and bias of K and V, which are of the D of W_Q."""
+    grouped = _arrays.choice(order, "order", KV_ORDERS) == GROUPED
+    h, hkv = _both_heads(num_heads, num_kv_heads)
+    q = _weight(w_q, "w_q").shape[1]
+    w, b = _to_split(w_kv, b_kv, "kv")
+    d, rest = divmod(q, h)
+    if rest or not d:
+        raise ValueError(f"w_q has {q} columns; expected H·D, a multiple of {h}")
+    if w.shape[1] != 2 * hkv * d:
+        raise ValueError(
+            f"w_kv has {w.shape[1]} columns; expected {2 * hkv * d}, 2 Hkv·D with the D = {d} of "
+            "w_q"
+        )
+    if b is not None and b.shape != w.shape[1:]:
+        raise ValueError(f"b_kv has shape {b.shape}; expected {w.shape[1:]}")
+    parts = _split(w, (1, 1), hkv, grouped)
+    return parts, [None] * 2 if b is None else _split(b, (1, 1), hkv, grouped)
+
+
+def _to_split(w: Any, b: Any, part: str) -> tuple[Array, Array | None]:
+    """A fused weight, which is not packed yet, and its bias."""
+    array = _weight(w, f"w_{part}")
+    if isinstance(array, PackedWeight):
+        raise TypeError(
+            f"w_{part} is a PackedWeight; expected an array, it is split before packing"
+        )
+    return array, None if b is None else operand(b, f"b_{part}", 1)
+
+
+def _split(x: Array, counts: tuple[int, ...], hkv: int, grouped: bool) -> list[Array]:
+    """The columns of each part, of so many heads for each key/value head."""
+    d = x.shape[-1] // (hkv * sum(counts))
+    cuts = np.cumsum(counts)[:-1]
+    if not grouped:
+        return np.split(x, cuts * hkv * d, axis=-1)
+    heads = x.reshape(*x.shape[:-1], hkv, sum(counts), d)
+    return [each.reshape(*x.shape[:-1], -1) for each in np.split(heads, cuts, axis=-2)]
 
 
 def _fused_misfit(shapes: dict[str, Any], h: int, hkv: int) -> str | None:

@@ -1,7 +1,8 @@
 """The weights of an attention layer out of a state dict, by the names that models give them.
 
-The one table below has a line for each family of names.  Adding one is adding a line.  What else
-the module of the projections holds is known to change nothing, or the layer is refused.
+The table of names is in _families.py.  What else the module of the projections holds is known to
+change nothing, or the layer is refused; so it is where the names leave open what changes the
+result: the order of fused rows, the scale of T5, the epsilon of norms.
 """
 
 from __future__ import annotations
@@ -13,93 +14,92 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv_ext._core import _arrays
 from qkv_ext._core._arrays import array_of, shown
+from qkv_ext._layers._check_layer import ORDERS
+from qkv_ext._layers._families import (
+    BESIDE,
+    CAUSAL,
+    FAMILIES,
+    HARMLESS,
+    OF_SCORES,
+    REASONS,
+    Family,
+    tensor,
+)
 
 Array = NDArray[Any]
 
 
 class Found(NamedTuple):
-    """Weights (d_in, d_out) and biases; where fused, those of Q, K and V are one array each."""
+    """Weights (d_in, d_out) and biases, by "q", "k", "v" and "o"; fused ones by "qkv" or "kv"."""
 
-    fused: bool
-    weights: dict[str, Any]  # by "qkv" and "o", or by "q", "k", "v" and "o"
+    order: str | None  # of a fused one
+    weights: dict[str, Any]
     biases: dict[str, Any]
+    more: dict[str, Any]  # norms, their epsilon and sinks, as the layer takes them
 
 
-class _Names(NamedTuple):
-    """The names of the modules of Q, K and V under the prefix, and of W_O: the first there is."""
+class Asked(NamedTuple):
+    """What the caller says beside the names."""
 
-    q: str
-    k: str
-    v: str
-    o: tuple[str, ...]
-    norms: tuple[str, ...] = ()  # before the projections or after W_O, no part of the attention
-    needs_o: bool = True  # if not, the module may end before W_O
-    scope: str = ""  # where the module starts, all of whose tensors have to be known
+    order: Any
+    norm_eps: Any
+    norm_offset: Any
+    scale: Any
+    ignore: tuple[str, ...]
 
 
-_W_O = ("o_proj", "out_proj", "dense")
-#: Norms after W_O in BERT, before the projections in ESM, Megatron-BERT and XLM-RoBERTa-XL.
-_NORMS = ("output.LayerNorm", "LayerNorm", "ln", "self_attn_layer_norm")
-_LAYER_NORMS = tuple(f"attention.{name}" for name in _NORMS)
-
-_MODULES = (
-    _Names("q_proj", "k_proj", "v_proj", _W_O),  # Llama, Whisper, CLIP; Phi
-    _Names("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
-           tuple(f"self_attn.{name}" for name in _W_O), scope="self_attn."),
-    _Names("query", "key", "value", ("dense", "out_proj", "proj", "output"),
-           ("LayerNorm",), needs_o=False),  # BertSelfAttention, without W_O; AlbertAttention
-    _Names("self.query", "self.key", "self.value", ("output.dense",), _NORMS),  # BertAttention
-    _Names("attention.self.query", "attention.self.key", "attention.self.value",
-           ("attention.output.dense",), _LAYER_NORMS, scope="attention."),  # BertLayer
-    _Names("attention.attention.query", "attention.attention.key", "attention.attention.value",
-           ("attention.output.dense",), _LAYER_NORMS, scope="attention."),  # ViTLayer, BLIP-2
-)  # fmt: skip
-_TORCH_SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-
-#: Tensors of an attention module that change nothing: what the options of a call stand for.
-_HARMLESS = ("*inv_freq", "*.cos_cached", "*.sin_cached", "*masked_bias")
-_CAUSAL = ("bias", "mask", "causal_mask")  # if they are masks (1, 1, n, n) of zeros and ones
-#: What is not of the attention, where a layer has its projections at its top.
-_BESIDE = ("mlp.*", "output.LayerNorm.*")
-#: What is of the attention, where a layer has it beside the module: BEiT.
-_OF_SCORES = ("relative_position_bias*", "relative_attention_bias*", "rel_pos_bias*")
-#: What the layer cannot do, by what is in the names, in lower case.
-_REASONS = (
-    ("*sink*", "sinks are an option of the call, sinks="),
-    ("*bias_[kv]", "it joins no key and value of its own to those of the sequence"),
-    ("*lora_*|*base_layer*|*adapter*", "adapters are to be merged into the weights first"),
-    ("*weight_scale*|*input_scale*|*.scales|*qweight|*zeros|*zero_point|*quant*|*absmax|*scb|"
-     "*g_idx", "quantised weights are to be made floats first"),
-    ("*weight_[gv]|*parametriz*", "weights in parts are to be put together first"),
-    ("*norm*|*ln.*", "it has no norms of Q, K, V or the heads"),
-    ("*gate*", "it has no gates"),
-    ("*relative*|*rel_*|*rpb*|*distance*|*position*|*attention_bias*",
-     "it has no relative positions; a bias of the scores is an option of the call, mask="),
-    ("*scale*|*lambda*|*gamma*", "it has no learned factors"),
-)  # fmt: skip
-
-
-def find(mapping: Mapping[str, Any], prefix: str, ignore: str | Iterable[str] = ()) -> Found:
+def find(
+    mapping: Mapping[str, Any],
+    prefix: str,
+    ignore: str | Iterable[str] = (),
+    order: Any = None,
+    norm_eps: Any = None,
+    norm_offset: Any = 0.0,
+    scale: Any = None,
+) -> Found:
     """The weights of the one layer whose names start with the prefix."""
     if not isinstance(mapping, Mapping):
         raise TypeError(f"mapping is a {type(mapping).__name__}; expected names and arrays")
     if not isinstance(prefix, str):
         raise TypeError(f"prefix is {shown(prefix)}; expected a str")
-    patterns = _patterns(ignore)
+    if order is not None:
+        _arrays.choice(order, "order", ORDERS)
+    offset = float(_arrays.real(norm_offset, "norm_offset", "a finite number"))
+    if not np.isfinite(offset):
+        raise ValueError(f"norm_offset is {shown(norm_offset)}; expected a finite number")
+    asked = Asked(order, norm_eps, offset, scale, _patterns(ignore))
     at = f"{prefix}." if prefix and not prefix.endswith(".") else prefix
-    if f"{at}in_proj_weight" in mapping or any(at + name in mapping for name in _TORCH_SEPARATE):
-        return _torch(mapping, at, patterns)
-    for names in _MODULES:
-        if any(f"{at}{name}.weight" in mapping for name in names[:3]):
-            return _modules(mapping, at, names, patterns)
-    tried = ["in_proj_weight", ", ".join(_TORCH_SEPARATE)]
-    tried += [", ".join(f"{name}.weight" for name in names[:3]) for names in _MODULES]
-    there = sorted(name for name in mapping if isinstance(name, str) and name.startswith(at))
-    some = ", ".join(there[:8]) + (", ..." if len(there) > 8 else "")
+    family, scope = _family(mapping, at)
+    return _read(mapping, at, scope, family, asked)
+
+
+def _family(mapping: Mapping[str, Any], at: str) -> tuple[Family, str]:
+    """The line of the table that fits best, and where in the layer the module stands."""
+    places = [
+        (family, scope)
+        for family in FAMILIES
+        for scope in family.at
+        if (at + scope).endswith(family.path)
+    ]
+    some = []
+    for family, scope in places:
+        there = [at + scope + tensor(name) in mapping for name in family.weights]
+        o = not family.needs_o or any(at + scope + tensor(name) in mapping for name in family.o)
+        if any(there):
+            some.append((all(there) + (all(there) and o), family, scope))
+    if some:
+        _, family, scope = max(some, key=lambda each: each[0])
+        return family, scope
+    tried = dict.fromkeys(", ".join(map(tensor, family.weights)) for family in FAMILIES)
+    scopes = dict.fromkeys(scope for family in FAMILIES for scope in family.at if scope)
+    names = sorted(name for name in mapping if isinstance(name, str) and name.startswith(at))
+    first = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     raise ValueError(
-        f"mapping has no attention weights under prefix {at!r}; looked for {'; '.join(tried)}; "
-        f"{f'there are {some}' if there else f'none of its {len(mapping)} names starts so'}"
+        f"mapping has no attention weights under prefix {at!r}; looked for {'; '.join(tried)}, "
+        f"some under {' '.join(scopes)} too; "
+        f"{f'there are {first}' if names else f'none of its {len(mapping)} names starts so'}"
     )
 
 
@@ -107,65 +107,146 @@ def kv_heads(found: Found, num_heads: Any) -> int | None:
     """Hkv by the widths of Q and K, or None where they leave a doubt."""
     if not isinstance(num_heads, (int, np.integer)) or num_heads < 1:
         return None
-    if found.fused:  # H·D rows of W_O tell the columns of Q among those of Q, K and V
-        q = found.weights["o"].shape[0]
-        k, odd = divmod(found.weights["qkv"].shape[1] - q, 2)
+    w, odd = found.weights, 0
+    if "qkv" in w:  # H·D rows of W_O tell the columns of Q among those of Q, K and V
+        q = w["o"].shape[0]
+        k, odd = divmod(w["qkv"].shape[1] - q, 2)
+    elif "kv" in w:
+        q = w["q"].shape[1]
+        k, odd = divmod(w["kv"].shape[1], 2)
     else:
-        q, k, odd = found.weights["q"].shape[1], found.weights["k"].shape[1], 0
+        q, k = w["q"].shape[1], w["k"].shape[1]
     d, rest = divmod(q, num_heads)
     if rest or odd or d == 0 or k <= 0 or k % d or num_heads % (k // d):
         return None
     return int(k // d)
 
 
-def _torch(mapping: Mapping[str, Any], at: str, ignore: tuple[str, ...]) -> Found:
-    """nn.MultiheadAttention: one in_proj_weight, or three weights where kdim or vdim differ."""
-    fused = f"{at}in_proj_weight" in mapping
-    names = ("in_proj_weight",) if fused else _TORCH_SEPARATE
-    used = {*names, "in_proj_bias", "out_proj.weight", "out_proj.bias"}
-    _reject_unknown(mapping, at, "", used, _BESIDE, ignore)
-    w_o, b_o = _take(mapping, f"{at}out_proj.weight", 2), _maybe(mapping, f"{at}out_proj.bias")
-    bias = _maybe(mapping, f"{at}in_proj_bias")
-    if fused:
-        w = _take(mapping, f"{at}in_proj_weight", 2)
-        return Found(True, {"qkv": w.T, "o": w_o.T}, {"qkv": bias, "o": b_o})
-    q, k, v = (_take(mapping, at + name, 2) for name in _TORCH_SEPARATE)
-    thirds: Any = (None, None, None)
-    if bias is not None:
-        thirds = np.split(bias, np.cumsum([len(q), len(k)]))
-    b = dict(zip("qkv", thirds, strict=True))
-    _check_context({at + name: w for name, w in zip(_TORCH_SEPARATE[1:], (k, v), strict=True)})
-    return Found(False, {"q": q.T, "k": k.T, "v": v.T, "o": w_o.T}, b | {"o": b_o})
+PARTS = {1: ("qkv",), 2: ("q", "kv"), 3: ("q", "k", "v")}
 
 
-def _modules(mapping: Mapping[str, Any], at: str, names: _Names, ignore: tuple[str, ...]) -> Found:
-    """A module for each of Q, K, V and O, with a weight and perhaps a bias."""
-    w_o = next((name for name in names.o if f"{at}{name}.weight" in mapping), None)
-    module = {"q": names.q, "k": names.k, "v": names.v, "o": w_o}
-    used = {f"{name}.{kind}" for name in module.values() if name for kind in ("weight", "bias")}
-    beside = (*_BESIDE, *(f"{name}.*" for name in names.norms if w_o))
-    _reject_unknown(mapping, at, names.scope, used, beside, ignore)
-    if w_o is None and names.needs_o:
-        looked_for = " or ".join(f"{at}{name}.weight" for name in names.o)
-        raise ValueError(f"mapping has no {looked_for}, but {at}{names.q}.weight")
+def _read(mapping: Mapping[str, Any], at: str, scope: str, family: Family, asked: Asked) -> Found:
+    """The tensors of the module, which has one for each projection, or one for several."""
+    module = at + scope
+    if family.refused:
+        names = ", ".join(module + tensor(name) for name in family.weights)
+        raise ValueError(f"mapping has {names}: {family.refused}; expected an order of rows known")
+    w_o = next((name for name in family.o if module + tensor(name) in mapping), None)
+    parts = dict(zip(PARTS[len(family.weights)], family.weights, strict=True))
+    if w_o is not None:
+        parts["o"] = w_o
+    own = [name for name in parts.values() if not name.endswith("_weight")]
+    used = {*map(tensor, parts.values()), *(f"{name}.bias" for name in own), family.bias}
+    norms = [f"{part}_norm" for part in "qk" if family.rms]
+    used |= {f"{name}.weight" for name in norms} | ({"sinks"} if family.sinks else set())
+    beside = (*BESIDE, *(f"{name}.*" for name in family.beside if w_o))
+    _reject_unknown(mapping, at, scope, used, beside, asked.ignore)
+    if w_o is None and family.needs_o:
+        looked_for = " or ".join(module + tensor(name) for name in family.o)
+        raise ValueError(f"mapping has no {looked_for}, but {module}{tensor(family.weights[0])}")
+    order = _order(module, family, asked.order)
+    if family.scale and asked.scale is None:
+        raise ValueError(
+            f"scale is None, but the names {', '.join(module + name for name in family.weights)} "
+            f"do not tell it; expected scale=: {family.scale}"
+        )
     weights: dict[str, Any] = {"o": None}
     biases: dict[str, Any] = {"o": None}
-    for part, name in module.items():
-        if name is not None:
-            weights[part] = _take(mapping, f"{at}{name}.weight", 2).T
-            biases[part] = _maybe(mapping, f"{at}{name}.bias")
-    _check_context({f"{at}{module[part]}.weight": weights[part].T for part in "kv"})
-    return Found(False, weights, biases)
+    for part, name in parts.items():
+        w = _take(mapping, module + tensor(name), 2, "(in, out)" if family.conv1d else "(out, in)")
+        weights[part] = w if family.conv1d else w.T
+        biases[part] = _maybe(mapping, f"{module}{name}.bias") if name in own else None
+    _one_bias(mapping, module + family.bias if family.bias else "", weights, biases)
+    _check_orientation(module, parts, weights, family)
+    more = _norms(mapping, module, norms, asked)
+    if family.sinks:
+        more["sinks"] = _maybe(mapping, f"{module}sinks", "(H,)")
+    return Found(order, weights, biases, more)
 
 
-def _check_context(weights: dict[str, Array]) -> None:
-    """Weights (out, in) of K and V, by their names, project rows of one width."""
-    (k, v), (w_k, w_v) = weights, weights.values()
-    if w_k.shape[1] != w_v.shape[1]:
+def _order(module: str, family: Family, asked: str | None) -> str | None:
+    """The order of the rows of a fused weight: what the names say, or the caller."""
+    names = ", ".join(module + name for name in family.weights)
+    if family.order == "?":
+        if asked is None:
+            raise ValueError(
+                f"order is None, but the name {names} does not tell the order of its rows; expected"
+                " 'qkv', all of Q, of K, of V (ChatGLM, timm), or 'grouped', for each key/value "
+                "head its queries, key and value (GPT-NeoX, BLOOM, Falcon)"
+            )
+        return asked
+    if asked not in (None, family.order):
+        said = f"have the order {family.order!r}" if family.order else "are not fused"
+        raise ValueError(f"order is {asked!r}, but {names} {said}; expected no order")
+    return family.order or None
+
+
+def _one_bias(
+    mapping: Mapping[str, Any], name: str, weights: dict[str, Any], biases: dict[str, Any]
+) -> None:
+    """in_proj_bias of torch: that of a fused weight, or cut into those of three."""
+    bias = _maybe(mapping, name) if name else None
+    if bias is None:
+        return
+    if "qkv" in weights:
+        biases["qkv"] = bias
+        return
+    q, k = (weights[part].shape[1] for part in "qk")
+    biases |= zip("qkv", np.split(bias, [q, q + k]), strict=True)
+
+
+def _check_orientation(
+    module: str, parts: dict[str, str], weights: dict[str, Any], family: Family
+) -> None:
+    """What would otherwise be an error of the layer that does not name its cause."""
+    if weights["o"] is None:
+        return
+    rows = weights["o"].shape[0]
+    name = module + tensor(family.weights[-1])
+    fused = weights.get("qkv", weights.get("kv"))
+    if family.conv1d and fused.shape[1] <= rows:
         raise ValueError(
-            f"{k} takes rows of {w_k.shape[1]} and {v} of {w_v.shape[1]}, as with kdim and vdim in "
-            "torch; expected one width: the layer projects keys and values from one context"
+            f"{name} has shape {fused.shape}; expected (in, out) with more columns than "
+            f"{module}{tensor(parts['o'])} has rows, {rows}, as GPT-2 has it: (out, in), as in "
+            "nanoGPT or StarCoder, is to be transposed first"
         )
+    if "k" in weights and weights["k"].shape[1] == weights["v"].shape[1]:
+        columns = weights["q"].shape[1]
+        if columns == 2 * rows:
+            raise ValueError(
+                f"{module}{tensor(parts['q'])} has {columns} rows, and "
+                f"{module}{tensor(parts['o'])} takes {rows}; expected as many: half of them may "
+                "be gates (Qwen3-Next), which the layer has not"
+            )
+
+
+def _norms(
+    mapping: Mapping[str, Any], module: str, names: list[str], asked: Asked
+) -> dict[str, Any]:
+    """The RMS norms of Q and K, or the options that are given for none."""
+    there = [name for name in names if mapping.get(f"{module}{name}.weight") is not None]
+    if not there:
+        for option, given in (("norm_eps", asked.norm_eps), ("norm_offset", asked.norm_offset)):
+            if given not in (None, 0.0):
+                raise ValueError(
+                    f"{option} is {shown(given)}, but mapping has no {module}q_norm.weight; "
+                    "expected norms of Q and K, or no such option"
+                )
+        return {}
+    for name in names:
+        if name not in there:
+            raise ValueError(f"mapping has no {module}{name}.weight, but {module}{there[0]}.weight")
+    if asked.norm_eps is None:
+        raise ValueError(
+            f"norm_eps is None, but mapping has {module}q_norm.weight; expected the epsilon of the "
+            "norms, such as rms_norm_eps of the model's config (and norm_offset=1.0 for Gemma)"
+        )
+    expected = "(D,) or (heads·D,): a norm with a row for each head is a LayerNorm's (Cohere)"
+    more: dict[str, Any] = {"norm_eps": asked.norm_eps}
+    for name in names:
+        w = _take(mapping, f"{module}{name}.weight", 1, expected)
+        more[name] = w + w.dtype.type(asked.norm_offset) if asked.norm_offset else w
+    return more
 
 
 # ---- what else there is -------------------------------------------------------------------------
@@ -181,7 +262,7 @@ def _reject_unknown(
 ) -> None:
     """Every tensor of the module is used, or changes nothing, or may be left out.
 
-    used holds names under the prefix, and beside patterns of such names.
+    used holds names inside the module, and beside patterns of such names.
     """
     module = at + scope
     layer = module[: module[:-1].rfind(".") + 1]  # of which it is a part
@@ -189,16 +270,16 @@ def _reject_unknown(
     for name in mapping:
         if not isinstance(name, str) or not name.startswith(layer):
             continue
-        if not name.startswith(module) and not _matches(name[len(layer) :], _OF_SCORES):
+        if not name.startswith(module) and not _matches(name[len(layer) :], OF_SCORES):
             continue
         under, inside = name.removeprefix(at), name.removeprefix(module)
         if not (
-            under in used
-            or _matches(under, (*_HARMLESS, *beside))
+            inside in used
+            or _matches(inside, (*HARMLESS, *beside))
             or any(_matches(x, ignore) for x in (name, under, inside, name.removeprefix(layer)))
             or mapping[name] is None
-            or (inside.rpartition(".")[2] in _CAUSAL and _is_mask(mapping[name]))
-            or (at == "" and _of_another_layer(mapping, name, used))
+            or (inside.rpartition(".")[2] in CAUSAL and _is_mask(mapping[name]))
+            or (at == "" and _of_another_layer(mapping, name, {scope + each for each in used}))
         ):
             unknown.append(name)
     if not unknown:
@@ -211,7 +292,7 @@ def _reject_unknown(
 
 
 def _reason(name: str) -> str:
-    for patterns, reason in _REASONS:
+    for patterns, reason in REASONS:
         if _matches(name.lower(), tuple(patterns.split("|"))):
             return reason
     return "nothing is known of their meaning"
@@ -231,8 +312,11 @@ def _of_another_layer(mapping: Mapping[str, Any], name: str, used: set[str]) -> 
 
     Without a prefix, the mapping may hold more than the one layer.
     """
-    every = [("in_proj_weight",), _TORCH_SEPARATE]
-    every += [tuple(f"{module}.weight" for module in names[:3]) for names in _MODULES]
+    every = [
+        tuple(scope + tensor(module) for module in family.weights)
+        for family in FAMILIES
+        for scope in family.at
+    ]
     parts = name.split(".")
     for count in range(1, len(parts)):
         at = ".".join(parts[:count]) + "."
@@ -257,12 +341,12 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 # ---- arrays -------------------------------------------------------------------------------------
 
 
-def _maybe(mapping: Mapping[str, Any], name: str) -> Array | None:
+def _maybe(mapping: Mapping[str, Any], name: str, wanted: str = "(out,)") -> Array | None:
     """A bias, or None where it is not there."""
-    return _take(mapping, name, 1) if mapping.get(name) is not None else None
+    return _take(mapping, name, 1, wanted) if mapping.get(name) is not None else None
 
 
-def _take(mapping: Mapping[str, Any], name: str, rank: int) -> Array:
+def _take(mapping: Mapping[str, Any], name: str, rank: int, wanted: str) -> Array:
     """An array of the mapping; float16 and bfloat16 become float32 here, once."""
     if name not in mapping:
         raise ValueError(f"mapping has no {name}; expected it beside the other weights")
@@ -270,6 +354,5 @@ def _take(mapping: Mapping[str, Any], name: str, rank: int) -> Array:
     if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
         raise TypeError(f"{name} has dtype {array.dtype}; expected floating point")
     if array.ndim != rank:
-        wanted = "(out, in)" if rank == 2 else "(out,)"
         raise ValueError(f"{name} has shape {array.shape}; expected {wanted}")
     return array if array.dtype.itemsize > 2 else array.astype(np.float32)
