@@ -57,8 +57,8 @@ class MultiHeadAttention:
     num_heads, num_kv_heads : int
         H and Hkv; Hkv is H by default, and divides it.
     q_norm, k_norm : array (D,), or (H·D,) and (Hkv·D,), optional
-        Weights of an RMS norm of Q and K before rotary: w · x / √(mean x² + norm_eps), over each head
-        (Qwen 3, Gemma 3), or over the whole width of all heads (OLMo 2).
+        Weights of an RMS norm of Q and K before rotary: w · x / √(mean x² + norm_eps), over each
+        head (Qwen 3, Gemma 3), or over the whole width of all heads (OLMo 2).
     norm_eps : float
         What these norms add to the mean.
     scale : float, optional

@@ -89,11 +89,16 @@ CALLS = {  # the call, its arguments, and the kinds of those that are to be odd
     "MultiHeadAttention": (lambda **given: layer(**given)(X), LAYER, WEIGHTS | HEADS | OWN),
     "from_fused": (lambda **given: qkv_ext.MultiHeadAttention.from_fused(**given)(X),
                    {"w_qkv": f32(8, 24), "w_o": W, "num_heads": 2},
-                   {"w_qkv": "array", "w_o": "array", "b_qkv": "array", "b_o": "array"} | HEADS),
+                   {"w_qkv": "array", "w_o": "array", "b_qkv": "array", "b_o": "array", "order": "choice"}
+                   | HEADS),
+    "from_fused_kv": (lambda **given: qkv_ext.MultiHeadAttention.from_fused_kv(**given)(X),
+                      {"w_q": W, "w_kv": f32(8, 16), "w_o": W, "num_heads": 2},
+                      dict.fromkeys(("w_q", "w_kv", "w_o", "b_q", "b_kv", "b_o"), "array")
+                      | {"order": "choice"} | HEADS),
     "from_state_dict": (lambda **given: from_state_dict(**given)(X),
                         {"mapping": {"in_proj_weight": f32(24, 8), "out_proj.weight": W},
                          "prefix": "", "num_heads": 2},
-                        {"mapping": "array", "prefix": "choice"} | HEADS),
+                        {"mapping": "array", "prefix": "choice", "scale": "real"} | HEADS),
     "layer": (lambda **given: layer()(**given), {"x": X, "rotary": (COS, SIN)},
               {"x": "array", "context": "array", "value_context": "array", "kv": "array",
                "cache": "array", "rotary": "array", "interleaved": "switch",

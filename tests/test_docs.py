@@ -14,7 +14,7 @@ FUNCTIONS = {name: x for name, x in PUBLIC.items() if inspect.isfunction(x)}
 LAYER = qkv_ext.MultiHeadAttention
 METHODS = {
     f"MultiHeadAttention.{name}": getattr(LAYER, name)
-    for name in ("from_fused", "project_kv", "__call__")
+    for name in ("from_fused", "from_fused_kv", "from_state_dict", "project_kv", "__call__")
 } | {
     f"KVCache.{name}": method
     for name, method in vars(qkv_ext.KVCache).items()

@@ -15,6 +15,7 @@ VARLEN = (
     "alibi_slopes=None!, sinks=None!, kv_lengths=None!, "
 )
 OPTIONS = f"mask=None!, {VARLEN}q_lengths=None!, query_offset=None!, key_offset=0!, "
+NORMS = "q_norm=None!, k_norm=None!, norm_eps=1e-06!, scale=None!, sinks=None!"
 LAST = "out=None!, threads=None!, backend=None!"
 SIGNATURES = {
     "KVCache": "batch, num_kv_heads, head_dim, v_dim=None, dtype='float32'!, _page=256!",
@@ -31,13 +32,19 @@ SIGNATURES = {
     "KVCache.concatenate": "caches",
     "MultiHeadAttention": (
         "w_q, w_k, w_v, w_o=None, b_q=None!, b_k=None!, b_v=None!, b_o=None!, num_heads!, "
-        "num_kv_heads=None!, q_norm=None!, k_norm=None!, norm_eps=1e-06!, scale=None!, sinks=None!"
+        f"num_kv_heads=None!, {NORMS}"
     ),
     "MultiHeadAttention.from_fused": (
-        "w_qkv, w_o=None, b_qkv=None!, b_o=None!, num_heads!, num_kv_heads=None!"
+        "w_qkv, w_o=None, b_qkv=None!, b_o=None!, num_heads!, num_kv_heads=None!, order='qkv'!, "
+        f"{NORMS}"
+    ),
+    "MultiHeadAttention.from_fused_kv": (
+        "w_q, w_kv, w_o=None, b_q=None!, b_kv=None!, b_o=None!, num_heads!, num_kv_heads=None!, "
+        f"order='kv'!, {NORMS}"
     ),
     "MultiHeadAttention.from_state_dict": (
-        "mapping, prefix, num_heads, num_kv_heads=None, ignore=()!"
+        "mapping, prefix, num_heads, num_kv_heads=None, order=None!, norm_eps=None!, "
+        "norm_offset=0.0!, scale=None!, ignore=()!"
     ),
     "MultiHeadAttention.project_kv": (
         "self, context, value_context=None!, threads=None!, backend=None!"

@@ -207,7 +207,6 @@ def test_transformer_layers(decoder, backend, rng):
     ("options", "message"),
     [
         ({"add_bias_kv": True}, "bias_k, bias_v, for which .*: it joins no key and value"),
-        ({"kdim": 10, "vdim": 12}, "takes rows of 10 and v_proj_weight of 12, as with kdim"),  # G13
     ],
 )
 def test_refused_modules(options, message):

@@ -204,12 +204,15 @@ def _check_orientation(
     rows = weights["o"].shape[0]
     name = module + tensor(family.weights[-1])
     fused = weights.get("qkv", weights.get("kv"))
-    if family.conv1d and fused.shape[1] <= rows:
-        raise ValueError(
-            f"{name} has shape {fused.shape}; expected (in, out) with more columns than "
-            f"{module}{tensor(parts['o'])} has rows, {rows}, as GPT-2 has it: (out, in), as in "
-            "nanoGPT or StarCoder, is to be transposed first"
-        )
+    if family.conv1d:  # GPT-2 has as many key/value heads as heads
+        columns = len(family.order) * rows
+        if fused.shape[1] != columns:
+            raise ValueError(
+                f"{name} has shape {fused.shape}; expected (in, out) with {columns} columns beside "
+                f"the {rows} rows of {module}{tensor(parts['o'])}, as GPT-2 has it: (out, in), as "
+                "in nanoGPT or StarCoder, is to be transposed, and given to from_fused"
+            )
+        return
     if "k" in weights and weights["k"].shape[1] == weights["v"].shape[1]:
         columns = weights["q"].shape[1]
         if columns == 2 * rows:
