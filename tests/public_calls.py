@@ -89,7 +89,8 @@ CALLS = {  # the call, its arguments, and the kinds of those that are to be odd
     "MultiHeadAttention": (lambda **given: layer(**given)(X), LAYER, WEIGHTS | HEADS | OWN),
     "from_fused": (lambda **given: qkv_ext.MultiHeadAttention.from_fused(**given)(X),
                    {"w_qkv": f32(8, 24), "w_o": W, "num_heads": 2},
-                   {"w_qkv": "array", "w_o": "array", "b_qkv": "array", "b_o": "array", "order": "choice"}
+                   {"w_qkv": "array", "w_o": "array", "b_qkv": "array", "b_o": "array",
+                    "order": "choice"}
                    | HEADS),
     "from_fused_kv": (lambda **given: qkv_ext.MultiHeadAttention.from_fused_kv(**given)(X),
                       {"w_q": W, "w_kv": f32(8, 16), "w_o": W, "num_heads": 2},

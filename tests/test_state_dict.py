@@ -133,7 +133,8 @@ def drawn_layer(rng, modules, **shapes):
 # ---- G1: what else the module of the projections holds ------------------------------------------
 
 UNSERVED = [  # beside the projections, or under one of them
-    "attn_sink.weight", "attention_sink_bias", "q_norm.bias", "k_norm.bias", "q_layernorm.norms.0.weight", "norm_q.weight",
+    "attn_sink.weight", "attention_sink_bias", "q_norm.bias", "k_norm.bias",
+    "q_layernorm.norms.0.weight", "norm_q.weight",
     "query_layernorm.weight", "qk_norm.scale", "q_ln.weight", "v_norm.weight", "inner_attn_ln.bias",
     "attn_sub_norm.weight", "layernorm1.weight", "groupnorm.weight",
     "gate.weight", "gate_proj.weight", "g_proj.weight", "s_gate",
@@ -436,7 +437,8 @@ def without(names, name):
     [
         (LLAMA, "b", ValueError,
          ["no attention weights under prefix 'b.'", "in_proj_weight", "q_proj_weight",
-          "q_proj.weight, k_proj.weight, v_proj.weight", "self.query.weight", "some under .*self_attn",
+          "q_proj.weight, k_proj.weight, v_proj.weight", "self.query.weight",
+          "some under .*self_attn",
           "none of its 4 names starts so"]),
         ({"a.attn_in.weight": np.zeros((8, 24)), **dict.fromkeys(map("a.{}".format, range(20)))},
          "a", ValueError, ["there are a.0, a.1", "..."]),
@@ -450,7 +452,7 @@ def without(names, name):
         (without(SEPARATE, "a.v_proj_weight") | {"a.out_proj.weight": np.zeros((8, 8))}, "a",
          ValueError, ["mapping has no a.v_proj_weight"]),
         (TORCH | {"a.bias_k": np.zeros((1, 1, 8))}, "a", ValueError, ["mapping has a.bias_k"]),
-        (LLAMA | {"a.q_norm.weight": np.ones(4)}, "a", ValueError, ["mapping has no a.k_norm.weig"]),
+        (LLAMA | {"a.q_norm.weight": np.ones(4)}, "a", ValueError, ["has no a.k_norm.weight"]),
         (LLAMA | {"a.q_proj.weight": np.zeros((8, 8), np.int8)}, "a", TypeError,
          ["a.q_proj.weight has dtype int8"]),
         (LLAMA | {"a.q_proj.weight": np.zeros((8, 8, 1), np.float32)}, "a", ValueError,

@@ -71,7 +71,8 @@ REFUSED = {  # mapping, options, what is said
     "StarCoder": (linear(c_attn=(48, 32), c_proj=(32, 32)), {}, "nanoGPT or StarCoder"),
     "StarCoder, cross": (CROSS | linear(c_attn=(64, 32)), {}, "nanoGPT or StarCoder"),
     "GPT-2, cross, no K and V": (less(CROSS, "c_attn.weight"), {}, "has no c_attn.weight"),
-    "GPT-2, cross, no Q": (less(CROSS, "q_attn.weight"), {}, "c_attn.weight has shape .32, 64.; expected .in, out. with 96"),
+    "GPT-2, cross, no Q": (less(CROSS, "q_attn.weight"), {},
+                           "c_attn.weight has shape .32, 64.; expected .* with 96 columns"),
     "T5 without scale": (T5, {}, "scale is None, .*T5's is 1"),
     "T5 with positions": (
         T5 | linear(relative_attention_bias=(32, 4)), {"scale": 1.0}, "no relative positions"),

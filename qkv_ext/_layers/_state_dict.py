@@ -203,7 +203,7 @@ def _check_orientation(
         return
     rows = weights["o"].shape[0]
     name = module + tensor(family.weights[-1])
-    fused = weights.get("qkv", weights.get("kv"))
+    fused: Any = weights.get("qkv", weights.get("kv"))
     if family.conv1d:  # GPT-2 has as many key/value heads as heads
         columns = len(family.order) * rows
         if fused.shape[1] != columns:
