@@ -305,9 +305,10 @@ def test_rejects_ignore(ignore):
 
 def test_what_may_be_left_out_is_used_all_the_same(rng):
     w, b, names = drawn_layer(rng, MODULES["Llama"])
-    layer = from_state_dict(names | {"sinks": np.ones(4)}, "", 4, ignore="*")
+    sinks = np.ones(4, np.float32)
+    layer = from_state_dict(names | {"sinks": sinks}, "", 4, ignore="*")
     x = rng.standard_normal((2, 5, 12), np.float32)
-    np.testing.assert_allclose(layer(x), formula(x, w, b, (4, 2)), atol=2e-6)
+    np.testing.assert_allclose(layer(x), formula(x, w, b, (4, 2), sinks=sinks), atol=2e-6)
 
 
 # ---- heads --------------------------------------------------------------------------------------
