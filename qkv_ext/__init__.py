@@ -8,6 +8,7 @@ from qkv_ext.cache import KVCache
 from qkv_ext.linear import linear_projection, matmul, pack_weight, softmax
 from qkv_ext.merge import merge_attention
 from qkv_ext.multihead import MultiHeadAttention
+from qkv_ext.norm import layer_norm, rms_norm
 from qkv_ext.projected import ProjectedKV, cross_attention, self_attention
 from qkv_ext.rotary import RotaryFrequencies, apply_rotary, rotary_inv_freq, rotary_tables
 from qkv_ext.tracing import trace, trace_cross, trace_self
@@ -26,10 +27,12 @@ __all__ = [
     "apply_rotary",
     "backends",
     "cross_attention",
+    "layer_norm",
     "linear_projection",
     "matmul",
     "merge_attention",
     "pack_weight",
+    "rms_norm",
     "rotary_inv_freq",
     "rotary_tables",
     "scaled_dot_product_attention",

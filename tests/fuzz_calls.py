@@ -366,6 +366,22 @@ def rotary(draw):
     return Call(qkv_ext.apply_rotary, [x, *tables], options | {"interleaved": bool(draw.one_in(2))})
 
 
+def norm(draw):
+    dtype = draw.dtype()
+    shape = [draw.size(0, 40) for _ in range(draw.between(1, 4))]
+    if draw.one_in(6):
+        shape[-1] = draw.keys()
+    x, vectors = draw.array(shape, dtype), [draw.array(shape[-1:], dtype)]
+    options = {"eps": draw.choice([0.0, 1e-5, 1e-30, np.float32(1e-6), 1])}
+    if draw.one_in(3):
+        options["out"] = draw.out(shape, dtype, x)
+    function = draw.choice([qkv_ext.layer_norm, qkv_ext.rms_norm])
+    if function is qkv_ext.layer_norm and draw.one_in(2):
+        vectors.append(draw.array(shape[-1:], dtype))
+    # the root of a small variance, with a small eps, is far from that of another order of sums
+    return Call(function, [x, *vectors], options, tame=False)
+
+
 # ---- ONNX, and the steps ------------------------------------------------------------------------
 
 
@@ -438,8 +454,8 @@ def beyond(draw):
 
 CALLS = (  #: each with how often it is drawn
     (attention, 40), (cached, 12), (varlen, 12), (matmul, 10), (linear, 10), (softmax, 9),
-    (projected, 14), (decoding, 6), (merge, 1), (rotary, 1), (onnx_attention, 4), (onnx_rotary, 1),
-    (pack, 1), (trace, 1), (listed, 2), (beyond, 1),
+    (projected, 14), (decoding, 6), (merge, 1), (rotary, 1), (norm, 3), (onnx_attention, 4),
+    (onnx_rotary, 1), (pack, 1), (trace, 1), (listed, 2), (beyond, 1),
 )  # fmt: skip
 OFTEN = np.cumsum([often for _, often in CALLS])
 

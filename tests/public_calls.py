@@ -130,6 +130,10 @@ CALLS = {  # the call, its arguments, and the kinds of those that are to be odd
                           {"x": "array", "w": "array", "b": "array"} | PRODUCT),
     "pack_weight": (lambda **given: qkv_ext.pack_weight(**given).panels, {}, {"w": "array"}),
     "softmax": (qkv_ext.softmax, {"x": f32(2, 2, 3)}, {"x": "array", "axis": "integer"} | PRODUCT),
+    "layer_norm": (qkv_ext.layer_norm, {"x": X, "weight": W[0]},
+                   {"x": "array", "weight": "array", "bias": "array", "eps": "real"} | PRODUCT),
+    "rms_norm": (qkv_ext.rms_norm, {"x": X, "weight": W[0]},
+                 {"x": "array", "weight": "array", "eps": "real"} | PRODUCT),
     "alibi_slopes": (qkv_ext.alibi_slopes, {}, {"num_heads": "integer"}),
     "rotary_tables": (qkv_ext.rotary_tables, {"n": 3, "dim": 4},
                       {"n": "integer", "dim": "integer", "base": "real", "scale": "real",
@@ -175,8 +179,8 @@ VALID = {
     "nonpad_kv_seqlen": np.array([2]),
     "positions": np.array([2, 0, 1]), "lengths": np.array([1, 2]), "before": np.array([1, 2]),
     "indices": np.array([1, 1, 0]), "context": X, "value_context": X, "x_enc_v": X, "w_o": W,
-    "b": f32(8), "b_qkv": f32(24), "b_o": f32(8), "w": W, "q_norm": f32(4), "k_norm": f32(8),
-    "inv_freq": np.float32([1, 0.5]),
+    "b": f32(8), "b_qkv": f32(24), "b_o": f32(8), "bias": f32(8), "w": W,
+    "q_norm": f32(4), "k_norm": f32(8), "inv_freq": np.float32([1, 0.5]),
 }  # fmt: skip
 
 

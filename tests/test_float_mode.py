@@ -57,6 +57,7 @@ cache.append(long, long)
 halves = [x.astype(np.float16) for x in (q, k, k)]  # NumPy computes in the mode that it finds
 rotary = qkv_ext.rotary_tables(70, 40)
 tiny, steep, bias = k[0, 0].T * np.float32(1e-9), 60 * k, np.full(70, 1e-39, np.float32)
+ones = np.ones(40, np.float32)
 SDPA = qkv_ext.scaled_dot_product_attention
 OPTIONS = {"threads": 2, "backend": BACKEND}
 
@@ -75,6 +76,8 @@ def results():
         qkv_ext.softmax(steep, axis=0, **OPTIONS),
         qkv_ext.apply_rotary(small, *rotary, **OPTIONS),
         qkv_ext.apply_rotary(halves[0], *rotary, positions=list(range(70)), **OPTIONS),
+        qkv_ext.layer_norm(small, bias[:40], bias[:40], **OPTIONS),
+        qkv_ext.rms_norm(v, ones, eps=0.0, **OPTIONS),
         qkv_ext.merge_attention([small, small], [q[:, 0, :, 0], q[:, 1, :, 0]], **OPTIONS),
     ]
 

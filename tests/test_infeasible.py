@@ -45,6 +45,7 @@ CALLS = {
     "softmax, axis": lambda **rest: qkv_ext.softmax(nothing(2**40, 0), axis=0, **rest),
     "merge": lambda **rest: qkv_ext.merge_attention(
         [nothing(1, 2**60, 0)], [broadcast(1, 2**60)], **rest),
+    "layer_norm": lambda **rest: qkv_ext.layer_norm(nothing(2**60, 0), nothing(0), **rest),
     "rotary": lambda **rest: qkv_ext.apply_rotary(
         nothing(1, 2**60, 0), *[broadcast(2**60, 0)] * 2, **rest),
     "pack": lambda backend: qkv_ext.pack_weight(nothing(0, 2**50)),

@@ -370,7 +370,7 @@ def test_interrupt(call, threads, backend, python):
 @pytest.mark.slow_beside_fastest
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no interval timers here")
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("call", ["softmax", "masked", "rotary", "merge"])
+@pytest.mark.parametrize("call", ["softmax", "masked", "rotary", "norm", "merge"])
 def test_interrupt_within_a_row(call, threads, compiled, python):
     """^C does not wait for the end of what one task has to do: a long row, or rows with weights."""
     python(f"""
@@ -386,6 +386,10 @@ elif {call!r} == "rotary":
     x, table = np.ones((1, 1 << 27), "f4"), np.ones((1, 1 << 26), "f4")
     out, done = np.full(x.shape, 7, "f4"), 2
     call = lambda: qkv_ext.apply_rotary(x, table, table, out=out, interleaved=True, **options)
+elif {call!r} == "norm":
+    x, weight = np.full((1, 1 << 27), 1e-42, "f4"), np.ones(1 << 27, "f4")  # scaled twice
+    out, done = np.full(x.shape, 7, "f4"), 1
+    call = lambda: qkv_ext.rms_norm(x, weight, eps=0.0, out=out, **options)
 elif {call!r} == "merge":
     parts, lses = [np.ones((1, 1 << 26), "f4")] * 20, [np.zeros(1, "f4")] * 20
     out, done = np.zeros(1), 1

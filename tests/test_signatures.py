@@ -69,10 +69,12 @@ SIGNATURES = {
         "b_k=None!, b_v=None!, b_o=None!, x_enc_v=None!, return_weights=False!, return_lse=False!, "
         "**options"
     ),
+    "layer_norm": "x, weight, bias=None, eps=1e-05!, out=None!, threads=None!, backend=None!",
     "linear_projection": "x, w, b=None, out=None!, threads=None!, backend=None!",
     "matmul": "a, b, out=None!, threads=None!, backend=None!",
     "merge_attention": "outputs, lses, layout='bhld'!, threads=None!, backend=None!",
     "pack_weight": "w",
+    "rms_norm": "x, weight, eps=1e-06!, out=None!, threads=None!, backend=None!",
     "rotary_inv_freq": (
         "dim, base=None, scaling=None, length=None!, max_position_embeddings=None!, "
         "original_max_position_embeddings=None!"

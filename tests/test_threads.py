@@ -33,6 +33,7 @@ def some_calls(rng, backend):
         lambda n: qkv_ext.matmul(k, wide, threads=n, backend=backend),
         lambda n: qkv_ext.softmax(k, threads=n, backend=backend),
         lambda n: qkv_ext.apply_rotary(k, *tables, threads=n, backend=backend),
+        lambda n: qkv_ext.layer_norm(k, k[0, 0, 0], threads=n, backend=backend),
         lambda n: qkv_ext.merge_attention(
             [k, v], [k[..., 0], v[..., 0]], threads=n, backend=backend
         )[0],

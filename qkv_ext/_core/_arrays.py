@@ -255,6 +255,15 @@ def target(
     return out, np.empty(shape, dtype)
 
 
+def same_place(x: Array, out: Any) -> bool:
+    """Whether each element of out is that of x in memory."""
+    return (
+        isinstance(out, np.ndarray)
+        and (out.shape, out.strides) == (x.shape, x.strides)
+        and out.__array_interface__["data"][0] == x.__array_interface__["data"][0]
+    )
+
+
 def finite_as(x: Array, dtype: np.dtype[Any]) -> Array:
     """x in another float dtype, its finite values held at the finite limits of that dtype."""
     with np.errstate(all="ignore"):

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from qkv_ext._core import _build, _numpy
+from qkv_ext._core import _build, _numpy, _numpy_rows
 from qkv_ext._core._arrays import Array, shown
 
 if TYPE_CHECKING:
     from qkv_ext._core._check import Checked, Copies
-    from qkv_ext._core._problem import Problem, Product, Rotation, Rows
+    from qkv_ext._core._problem import Norm, Problem, Product, Rotation, Rows
 
 _FLOAT64 = np.dtype(np.float64)
 
@@ -48,6 +48,7 @@ class Backend(NamedTuple):
     rotary: Callable[[Rotation], None]
     rotary_step: Callable[[Rotation, Rotation], None]  # queries and keys
     merge: Callable[..., None]  # (outputs, lses, output, lse, whether BLHD, threads)
+    norm: Callable[[Norm], None]
     append: Callable[..., bool] | None = None  # of src/append.pyx; None: _store.py itself
     plain_attention: Callable[..., Any] = _nothing  # (q, k, v, given, threads)
     plain_append: Callable[..., Any] = _nothing  # (k, v, pages, until, threads)
@@ -57,6 +58,7 @@ class Backend(NamedTuple):
     plain_softmax: Callable[..., Any] = _nothing  # (x, threads)
     plain_rotary: Callable[..., Any] = _nothing  # the arguments of apply_rotary, but for backend
     plain_merge: Callable[..., Any] = _nothing  # (outputs, lses, threads)
+    plain_norm: Callable[..., Any] = _nothing  # (x, weight, bias, eps, whether centered, threads)
 
 
 def _flag(name: str) -> bool:
@@ -99,6 +101,9 @@ def _compiled_modules() -> Iterator[Any]:
     import qkv_ext._core._merge
 
     yield qkv_ext._core._merge
+    import qkv_ext._core._norm
+
+    yield qkv_ext._core._norm
     import qkv_ext._core._append
 
     yield qkv_ext._core._append
@@ -177,6 +182,7 @@ def _compiled(name: str, isa: int) -> Backend:
     attention, product = _modules["_attention"].Attention(isa), _modules["_matmul"].Product(isa)
     softmax, rotary = _modules["_softmax"].Softmax(isa), _modules["_rotary"].Rotary(isa)
     merge, append = _modules["_merge"].Merge(isa), _modules["_append"].Append(isa)
+    norm = _modules["_norm"].Normalization(isa)
     return Backend(
         name,
         isa,
@@ -186,6 +192,7 @@ def _compiled(name: str, isa: int) -> Backend:
         rotary=rotary.compute,
         rotary_step=rotary.step,
         merge=merge.compute,
+        norm=norm.compute,
         append=append.compute,
         plain_attention=attention.plain,
         plain_append=append.plain,
@@ -195,6 +202,7 @@ def _compiled(name: str, isa: int) -> Backend:
         plain_softmax=softmax.plain,
         plain_rotary=rotary.plain,
         plain_merge=merge.plain,
+        plain_norm=norm.plain,
     )
 
 
@@ -208,6 +216,7 @@ _TABLE: dict[str, Backend] = {
         rotary=_numpy.rotary,
         rotary_step=_numpy.rotary,
         merge=_numpy.merge,
+        norm=_numpy_rows.norm,
     )
 }
 COMPILED_IN: tuple[str, ...] = ()  #: instruction sets of this build, runnable here or not
@@ -322,6 +331,12 @@ def softmax(checked: Checked[Rows], backend: str | None) -> Any:
 def rotary(checked: Checked[Rotation], backend: str | None) -> Any:
     problem, arrays, copies = checked
     choose(backend, problem.x.dtype).rotary(problem)
+    return finish(arrays, copies)
+
+
+def norm(checked: Checked[Norm], backend: str | None) -> Any:
+    problem, arrays, copies = checked
+    choose(backend, problem.x.dtype).norm(problem)
     return finish(arrays, copies)
 
 

@@ -32,6 +32,7 @@ MODULES = (
     "_softmax",
     "_rotary",
     "_merge",
+    "_norm",
     "_append",
     "_attention",
     "_step",
@@ -59,6 +60,7 @@ CONTRACT = (
     "_core/_problem.py",
     "_core/_rules.py",
     "merge.py",
+    "norm.py",
     "rotary.py",
 )
 REINSTALL = (

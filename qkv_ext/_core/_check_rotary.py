@@ -102,7 +102,7 @@ def rotary(
     most = threads_of(threads)
     cos, sin = tables(cos, sin, rotary_dim, x.shape[-1])
     rows = _positions(positions, x, blhd, len(cos))
-    beside = None if _same_place(x, out) else x  # what out is not to overlap
+    beside = None if _arrays.same_place(x, out) else x  # what out is not to overlap
     output, target = _arrays.target(out, x.shape, x.dtype, beside, cos, sin)
     into = output if target is None else target
     if blhd:
@@ -111,12 +111,3 @@ def rotary(
     neighbours = _arrays.as_bool(interleaved, "interleaved")
     problem = Rotation(x, cos, sin, rows, neighbours, into, most)
     return problem, (output,), () if target is None else ((output, target),)
-
-
-def _same_place(x: Array, out: Any) -> bool:
-    """Whether each element of out is that of x in memory."""
-    return (
-        isinstance(out, np.ndarray)
-        and (out.shape, out.strides) == (x.shape, x.strides)
-        and out.__array_interface__["data"][0] == x.__array_interface__["data"][0]
-    )

@@ -52,6 +52,22 @@ cdef extern from "kernels.h" nogil:
         const uint8_t *keep
         float *scores
 
+    ctypedef struct qkv_norm:
+        int kind
+        int centered
+        int streams
+        Py_ssize_t n
+        const float *weight
+        const float *bias
+        double eps
+
+    ctypedef struct qkv_norm_row:
+        pass
+
+    void qkv_norm_start(qkv_norm_row *row, float scale) noexcept
+    void qkv_norm_mean(qkv_norm_row *row, Py_ssize_t n) noexcept
+    int qkv_norm_factor(qkv_norm_row *row, const qkv_norm *norm) noexcept
+
     ctypedef struct qkv_kernels:
         const char *name
         Py_ssize_t rows
@@ -96,6 +112,11 @@ cdef extern from "kernels.h" nogil:
                            const float *weight, Py_ssize_t ldw, Py_ssize_t m, char *y,
                            Py_ssize_t ldy, Py_ssize_t rows, Py_ssize_t n,
                            int large) noexcept nogil
+        void (*norm)(const qkv_norm *norm, const char *x, Py_ssize_t ldx, char *y, Py_ssize_t ldy,
+                     Py_ssize_t m) noexcept nogil
+        void (*norm_sums)(int kind, const void *x, Py_ssize_t n, qkv_norm_row *row) noexcept nogil
+        void (*norm_apply)(const qkv_norm *norm, const qkv_norm_row *row, const void *x, void *y,
+                           Py_ssize_t first, Py_ssize_t n) noexcept nogil
         void (*exp)(const float *x, float *y, Py_ssize_t n) noexcept nogil
         void (*tanh)(const float *x, float *y, Py_ssize_t n) noexcept nogil
 

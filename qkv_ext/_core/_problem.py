@@ -144,3 +144,15 @@ class Rotation(NamedTuple):
     interleaved: bool
     out: Array  # as x, or x itself: a pair is read before it is written
     threads: int
+
+
+class Norm(NamedTuple):
+    """Rows to be normed: (x - mean) / sqrt(var + eps) weight + bias, over the last axis."""
+
+    x: Array  # (..., n), of contiguous rows, and leading axes of any strides
+    weight: Array  # (n,), in the dtype of computation
+    bias: Array | None  # likewise
+    eps: float
+    centered: bool  # as layer norm has it; else the mean is not subtracted: RMS norm
+    out: Array  # as x, or x itself
+    threads: int

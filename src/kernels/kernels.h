@@ -104,6 +104,63 @@ typedef struct {
     float *scores;          /* where the row's final scores are kept for the weights; or NULL */
 } qkv_row;
 
+/* A layer norm of rows of n numbers, or an RMS norm where it is not centered. */
+typedef struct {
+    int kind; /* of the rows and the result: QKV_FLOAT32, QKV_FLOAT16 or QKV_BFLOAT16 */
+    int centered;
+    int streams; /* as in rotate_halves */
+    ptrdiff_t n;
+    const float *weight; /* [n] */
+    const float *bias; /* [n] or NULL */
+    double eps;
+} qkv_norm;
+
+enum { NORM_BLOCK = 1024 /* numbers that are added up in float32; their sums are, in double */ };
+
+/* What a row is normed by: y = ((x scale - mean) factor + rest) weight + bias.  scale is a power of 2,
+   which keeps squares within float32; rest is what the rounding of the mean leaves. */
+typedef struct {
+    float scale, mean, factor, rest;
+    double sums[2]; /* of x scale - mean, and of its squares */
+} qkv_norm_row;
+
+/* With a scale, before the sums around 0. */
+static inline void qkv_norm_start(qkv_norm_row *row, float scale) {
+    row->scale = scale;
+    row->mean = 0.0f;
+    row->sums[0] = row->sums[1] = 0.0;
+}
+
+/* After the sums around 0, before those around the mean. */
+static inline void qkv_norm_mean(qkv_norm_row *row, ptrdiff_t n) {
+    row->mean = (float)(row->sums[0] / (double)n);
+    row->sums[0] = row->sums[1] = 0.0;
+}
+
+/* After both: whether they tell the factor.  If not, all begins once more with another scale: 2^-80
+   where sums are beyond float32 (a row with that scale holds what is not finite), 2^60 and then 2^120
+   where squares may be below it, and neither eps nor a mean is so much larger that it is all one. */
+static inline int qkv_norm_factor(qkv_norm_row *row, const qkv_norm *norm) {
+    const double n = (double)norm->n, scale = row->scale, eps = norm->eps * scale * scale;
+    const double rest = norm->centered ? row->sums[0] / n : 0.0;
+    double variance = row->sums[1] / n - rest * rest, factor;
+    if (!(fabs(variance) <= DBL_MAX)) {
+        if (row->scale == 1.0f) {
+            qkv_norm_start(row, 0x1p-80f);
+            return 0;
+        }
+    } else if (variance < 0x1p-80 && eps < 0x1p-50 && fabsf(row->mean) < 0x1p-16f && scale >= 1.0 &&
+               scale < 0x1p120) {
+        qkv_norm_start(row, row->scale * 0x1p60f);
+        return 0;
+    }
+    if (variance < 0.0) variance = 0.0; /* equal numbers, by rounding */
+    factor = 1.0 / sqrt(variance + eps);
+    row->factor = factor > FLT_MAX && factor <= DBL_MAX ? FLT_MAX : (float)factor;
+    row->rest = norm->centered ? (float)(-rest * factor) : -0.0f;
+    return 1;
+}
+
 typedef struct {
     const char *name;
 
@@ -203,6 +260,16 @@ typedef struct {
     void (*merge_rows)(int kind, const char *const *x, const ptrdiff_t *ldx, const float *weight,
                        ptrdiff_t ldw, ptrdiff_t m, char *y, ptrdiff_t ldy, ptrdiff_t rows,
                        ptrdiff_t n, int large);
+
+    /* y[m, n] ldy = the norm of the rows x[m, n] ldx, strides in bytes; y may be x. */
+    void (*norm)(const qkv_norm *norm, const char *x, ptrdiff_t ldx, char *y, ptrdiff_t ldy,
+                 ptrdiff_t m);
+
+    /* The same in pieces, of a long row: sums of numbers x[n] are added to those of the row, and then the
+       numbers x[n] from column first on are normed.  But for the last, pieces are of whole blocks. */
+    void (*norm_sums)(int kind, const void *x, ptrdiff_t n, qkv_norm_row *row);
+    void (*norm_apply)(const qkv_norm *norm, const qkv_norm_row *row, const void *x, void *y,
+                       ptrdiff_t first, ptrdiff_t n);
 
     /* y[n] = exp(x[n]), where x <= 43, and tanh(x[n]), for tests of the polynomials. */
     void (*exp)(const float *x, float *y, ptrdiff_t n);

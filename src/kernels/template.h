@@ -61,11 +61,13 @@ _Static_assert(GEMV_COLUMNS / 16 >= VL && GEMV_COLUMNS % VL == 0, "long rows are
 #include "numbers.h"
 #include "rotary.h"
 #include "merge.h"
+#include "norm.h"
 #include "softmax.h"
 
 const qkv_kernels QKV_TABLE = {
         QKV_NAME,      ROWS,         product,       product_stored, dots,    pack,
         softmax_tile,  adjust_row,   scale_rows,    split_finite,   weights, largest,
         exp_and_sum,   softmax,      widen,         scale_columns,  narrow,  to_int8,
-        rotate_halves, rotate_pairs, merge_weights, merge_rows,     exp_of,  tanh_of,
+        rotate_halves, rotate_pairs, merge_weights, merge_rows,     norm,    norm_sums,
+        norm_apply,    exp_of,       tanh_of,
 };

@@ -509,6 +509,110 @@ static void check_rotate_pairs(isa *ops, isa *scalar) {
         if (!same(wide[t], got[t])) fail("in place it is another");
 }
 
+/* What a row of a norm may be: its numbers, and what they are moved and multiplied by. */
+static void fill_row(float *x, ptrdiff_t n) {
+    static const float sizes[] = {1.0f, 1.0f, 1e30f, 1.5e38f, 1e-20f, 1e-42f};
+    const float size = sizes[between(0, 5)];
+    const float off = size == 1.0f && one_in(2) ? uniform(-100.0f, 100.0f) : 0.0f;
+    fill(x, 1, n, n, one_in(4) ? INTEGERS : PLAIN);
+    for (ptrdiff_t j = 0; j < n; j++) x[j] = size > 1e5f ? x[j] / 8 * size : x[j] * size + off;
+}
+
+/* Against the formula in double; where the result is stored in 16 bits, it may be the neighbour. */
+static void check_normed(const qkv_norm *norm, const float *x, const float *got) {
+    const ptrdiff_t n = norm->n;
+    const double unit = norm->kind == QKV_FLOAT32   ? EPS
+                        : norm->kind == QKV_FLOAT16 ? 0x1p-10
+                                                    : 0x1p-7;
+    double mean = 0.0, top = 0.0, squares = 0.0, by;
+    for (ptrdiff_t j = 0; norm->centered && j < n; j++) mean += (double)x[j] / (double)n;
+    for (ptrdiff_t j = 0; j < n; j++) {
+        top = fmax(top, fabs((double)x[j]));
+        squares += ((double)x[j] - mean) * ((double)x[j] - mean) / (double)n;
+    }
+    if (squares <= 0x1p-90 * top * top && norm->eps < 1e-10) return; /* equal numbers: 0 / 0 */
+    for (ptrdiff_t j = 0; j < n; j++) {
+        const double root = sqrt(squares + norm->eps), d = ((double)x[j] - mean) / root;
+        const double b = norm->bias ? (double)norm->bias[j] : 0.0, want = d * norm->weight[j] + b;
+        /* what the sums are off by, what x - mean is (corrected, so rounded once), and the rest */
+        by = fabs(d * norm->weight[j]) * 80 * EPS + fabs(want) * 2 * unit + 4 * LEAST;
+        by += (top * 80 * EPS * EPS / root + 2 * EPS * fabs(mean) * EPS / root) *
+              fabs(norm->weight[j]);
+        by += (n == 1 ? 1.0 : sqrt((double)n)) * 4 * EPS * fabs(norm->weight[j]);
+        by += norm->kind == QKV_FLOAT16 ? 0x1p-24 : 0.0;
+        if (!(fabs(got[j] - want) <= by))
+            fail("y[%td] is %a, not %a: n %td kind %d centered %d eps %g", j, got[j], want, n,
+                 norm->kind, norm->centered, norm->eps);
+    }
+}
+
+static qkv_norm any_norm(ptrdiff_t n) {
+    static const double least[] = {0.0, 1e-5, 1e-6, 1e-40};
+    qkv_norm norm = {any_kind(), one_in(2), 0, n, NULL, NULL, least[between(0, 3)]};
+    float *weight = floats(1, n, n), *bias = floats(1, n, n);
+    fill(weight, 1, n, n, PLAIN);
+    fill(bias, 1, n, n, PLAIN);
+    norm.weight = weight;
+    if (one_in(2)) norm.bias = bias;
+    return norm;
+}
+
+static void check_norm(isa *ops, isa *scalar) {
+    const ptrdiff_t n = one_in(9) ? between(1000, 3000) : size_between(1, 300), m = between(1, 3);
+    qkv_norm norm = any_norm(n);
+    const ptrdiff_t size = norm.kind == QKV_FLOAT32 ? sizeof(float) : sizeof(uint16_t);
+    float *wide = floats(m, n, n), *got;
+    char *x, *y, *alone;
+    (void)scalar; /* what is right is plain */
+    for (ptrdiff_t i = 0; i < m; i++) fill_row(wide + i * n, n);
+    for (ptrdiff_t i = 0; norm.kind == QKV_FLOAT16 && i < m * n; i++)
+        if (fabsf(wide[i]) > 65504.0f) wide[i] = uniform(-6e4f, 6e4f);
+    x = stored(ops, norm.kind, wide, m * n);
+    y = stored(ops, norm.kind, wide, m * n);
+    alone = stored(ops, norm.kind, wide, n);
+    norm.streams = norm.kind == QKV_FLOAT32 && n % 16 == 0 && (uintptr_t)y % 16 == 0;
+    ops->norm(&norm, x + (m - 1) * n * size, -n * size, y, n * size, m); /* from the last up */
+    got = read_back(ops, norm.kind, y, m * n);
+    norm.streams = 0;
+    for (ptrdiff_t i = 0; i < m; i++) {
+        const float *row = wide + (m - 1 - i) * n;
+        check_normed(&norm, row, got + i * n);
+        ops->norm(&norm, x + (m - 1 - i) * n * size, 0, alone, 0, 1);
+        if (memcmp(alone, y + i * n * size, (size_t)(n * size))) fail("alone it is another");
+    }
+    ops->norm(&norm, x, n * size, x, n * size, m); /* in place */
+    for (ptrdiff_t i = 0; i < m; i++)
+        if (memcmp(x + (m - 1 - i) * n * size, y + i * n * size, (size_t)(n * size)))
+            fail("in place it is another");
+}
+
+/* Pieces of whole blocks are the row, to the last bit. */
+static void check_norm_pieces(isa *ops, isa *scalar) {
+    const ptrdiff_t n = between(1, 4 * NORM_BLOCK), piece = between(1, 3) * NORM_BLOCK;
+    qkv_norm norm = any_norm(n);
+    const ptrdiff_t size = norm.kind == QKV_FLOAT32 ? sizeof(float) : sizeof(uint16_t);
+    float *wide = floats(1, n, n);
+    char *x, *y, *whole;
+    qkv_norm_row row;
+    (void)scalar;
+    fill_row(wide, n);
+    x = stored(ops, norm.kind, wide, n);
+    y = stored(ops, norm.kind, wide, n);
+    whole = stored(ops, norm.kind, wide, n);
+    ops->norm(&norm, x, 0, whole, 0, 1);
+    qkv_norm_start(&row, 1.0f);
+    do
+        for (int pass = !norm.centered; pass < 2; pass++) {
+            for (ptrdiff_t j = 0; j < n; j += piece)
+                ops->norm_sums(norm.kind, x + j * size, n - j < piece ? n - j : piece, &row);
+            if (pass == 0) qkv_norm_mean(&row, n);
+        }
+    while (!qkv_norm_factor(&row, &norm));
+    for (ptrdiff_t j = 0; j < n; j += piece)
+        ops->norm_apply(&norm, &row, x + j * size, y + j * size, j, n - j < piece ? n - j : piece);
+    if (memcmp(whole, y, (size_t)(n * size))) fail("in pieces of %td it is another", piece);
+}
+
 static void check_exp(isa *ops, isa *scalar) {
     check_function(ops, ops->exp, exp, -110.0f, 43.0f, ops == scalar ? 4.0 : 2.3);
 }
@@ -544,6 +648,9 @@ static const struct {
         {"rotate_pairs", check_rotate_pairs},
         {"merge_weights", check_merge_weights},
         {"merge_rows", check_merge_rows},
+        {"norm", check_norm},
+        {"norm_sums", check_norm_pieces},
+        {"norm_apply", check_norm_pieces},
         {"exp", check_exp},
         {"tanh", check_tanh},
 };
