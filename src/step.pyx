@@ -1,6 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
 # cython: cdivision=True, freethreading_compatible=True
-"""A layer's decode step, of few rows without options: project, rotate, append, attend, project out.
+"""A layer's decode step, of few rows without options: project, norm, rotate, append, attend, project
+out.
 
 Everything is that of the other modules, with their bits; here it is called without an array, a
 check or a step of Python between.  _forward.py has the general way.
@@ -20,6 +21,7 @@ from qkv_ext._core._kernels cimport (
     qkv_leave_float_mode, table,
 )
 from qkv_ext._core._matmul cimport plain_product
+from qkv_ext._core._norm cimport norm_rows
 
 import numpy
 
@@ -52,6 +54,25 @@ cdef void lay_rows(Rows *rows, char *start, Py_ssize_t batch, Py_ssize_t heads, 
     rows.view.buf, rows.view.ndim, rows.view.itemsize = start, 4, size
     rows.view.len = batch * heads * length * width * size
     rows.view.shape, rows.view.strides = rows.shape, rows.strides
+
+
+cdef int norm_heads(int isa, const Rows *rows, Py_ssize_t n, weight, double eps) except -1:
+    """RMS norm in place of each head, or of the whole width of all of them, by the weight; or none."""
+    cdef Py_buffer w
+    cdef Py_ssize_t width = rows.shape[1] * rows.shape[3], many = rows.shape[0] * rows.shape[2], i
+    cdef char *x = <char *> rows.view.buf
+    if weight is None:
+        return 0
+    PyObject_GetBuffer(weight, &w, PyBUF_STRIDES)
+    n *= sizeof(float)
+    if w.shape[0] == width:
+        norm_rows(isa, QKV_FLOAT32, False, x, n, <const float *> w.buf, NULL, eps, x, n, many, width)
+    else:
+        for i in range(many):
+            norm_rows(isa, QKV_FLOAT32, False, x + i * n, rows.strides[1], <const float *> w.buf,
+                      NULL, eps, x + i * n, rows.strides[1], rows.shape[1], rows.shape[3])
+    PyBuffer_Release(&w)
+    return 0
 
 
 # The tables of rotary embedding, [rows, columns]; no columns where there are none.
@@ -144,7 +165,8 @@ cdef class Step:
         if (layer.plain is None or type(x) is not ndarray
                 or not is_simple(<tuple> given, &causal, &scale)):
             return None
-        w, bias, n, k_start, v_start, w_o, bias_o, n_o, h, hkv, d, dv = <tuple> layer.plain
+        (w, bias, n, k_start, v_start, w_o, bias_o, n_o, h, hkv, d, dv, q_norm, k_norm,
+         eps) = <tuple> layer.plain
         layout, lengths, _, _, _, _ = <tuple> pages
         _, _, heads, head_dim, v_dim = <tuple> layout
         shape = <tuple> x.shape
@@ -174,6 +196,8 @@ cdef class Step:
             lay_rows(&q, <char *> view.buf, batch, h, length, d, n)
             lay_rows(&k, <char *> view.buf + k_start * sizeof(float), batch, hkv, length, d, n)
             lay_rows(&v, <char *> view.buf + v_start * sizeof(float), batch, hkv, length, dv, n)
+            norm_heads(self.isa, &q, n, q_norm, eps)
+            norm_heads(self.isa, &k, n, k_norm, eps)
             if tables.columns:
                 for b in range(batch):
                     rotate(table(self.isa), &tables, &q, b, lengths[b])

@@ -182,7 +182,7 @@ def joined(layer: Projections, weight: PackedWeight | None = None) -> Projection
     return layer._replace(plain=(
         weight.panels, bias, weight.shape[1], columns["k"].start, columns["v"].start,
         *((None, None, 0) if w_o is None else (w_o.panels, layer.biases["o"], w_o.shape[1])),
-        *layer[2:6],
+        *layer[2:6], layer.norms["q"], layer.norms["k"], layer.norm_eps,
     ))  # fmt: skip
 
 
