@@ -12,7 +12,7 @@ from qkv_ext._core import _backends, _copies
 from qkv_ext._core._options import PROJECTION, Flag, No, Options, Yes, shows, take
 from qkv_ext._core._packed import PackedWeight, split
 from qkv_ext._core._threads import threads_of
-from qkv_ext._layers import _check_layer, _forward, _state_dict
+from qkv_ext._layers import _check_layer, _forward, _state_dict, _weights
 from qkv_ext._layers._check_layer import GivenRotary
 from qkv_ext._layers._forward import Sequences
 from qkv_ext.cache import KVCache
@@ -113,7 +113,7 @@ class MultiHeadAttention:
         scale: float | np.floating[Any] | None = None,
         sinks: ArrayLike | None = None,
     ) -> None:
-        layer = _check_layer.projections(
+        layer = _weights.projections(
             w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads, one_context=False,
             q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps, scale=scale, sinks=sinks,
         )  # fmt: skip
@@ -124,7 +124,7 @@ class MultiHeadAttention:
         own = not any(isinstance(layer.weights[part], PackedWeight) for part in "qkv")
         layer = layer._replace(weights=packed)
         if own and len({packed[part].shape[0] for part in "qkv"}) == 1:
-            layer = _check_layer.joined(layer)
+            layer = _weights.joined(layer)
         self._layer = layer
 
     @classmethod
@@ -182,7 +182,7 @@ class MultiHeadAttention:
         MultiHeadAttention(d_in=8, num_heads=2, num_kv_heads=1, head_dim=8, d_out=16,
                            w_o=False, biases=())
         """
-        w, b = _check_layer.fused(w_qkv, b_qkv, w_o, num_heads, num_kv_heads, order)
+        w, b = _weights.fused(w_qkv, b_qkv, w_o, num_heads, num_kv_heads, order)
         (w_q, w_k, w_v), (b_q, b_k, b_v) = w, b
         return cls(
             w_q, w_k, w_v, w_o, b_q=b_q, b_k=b_k, b_v=b_v, b_o=b_o, num_heads=num_heads,
@@ -239,7 +239,7 @@ class MultiHeadAttention:
         >>> mha(np.ones((5, 8), "f4"), np.ones((3, 6), "f4")).shape
         (5, 16)
         """
-        w, b = _check_layer.fused_kv(w_q, w_kv, b_kv, num_heads, num_kv_heads, order)
+        w, b = _weights.fused_kv(w_q, w_kv, b_kv, num_heads, num_kv_heads, order)
         (w_k, w_v), (b_k, b_v) = w, b
         return cls(
             w_q, w_k, w_v, w_o, b_q=b_q, b_k=b_k, b_v=b_v, b_o=b_o, num_heads=num_heads,
@@ -380,8 +380,8 @@ class MultiHeadAttention:
         Returns
         -------
         ProjectedKV
-            k (..., Hkv, S, D) and v (..., Hkv, S, Dv).  k is normed where the layer does that; no rotary
-            is applied to it yet.
+            k (..., Hkv, S, D) and v (..., Hkv, S, Dv).  k is normed where the layer does that, and
+            not turned by rotary yet.
 
         Raises
         ------
@@ -466,8 +466,8 @@ class MultiHeadAttention:
             are appended.  S is the largest length that the cache has then.
         cu_seqlens, cu_seqlens_context : integers (N + 1,), optional
             Cumulative lengths of N sequences laid end to end, x (T, d_in), as in
-            ``varlen_attention``, and of the context (T_ctx, d_ctx) or kv where there is one.  Each is
-            computed as if it were alone, at positions of its own; lse is (T, H).  Not with mask,
+            ``varlen_attention``, and of the context (T_ctx, d_ctx) or kv where there is one.  Each
+            is computed as if it were alone, at positions of its own; lse is (T, H).  Not with mask,
             q_lengths, query_offset, key_offset, return_weights and cache.
         rotary : (cos, sin), optional
             Tables as ``rotary_tables`` makes them.  Q and K are turned as ``apply_rotary`` does it,
@@ -477,9 +477,9 @@ class MultiHeadAttention:
         interleaved, rotary_dim : optional
             As in ``apply_rotary``.
         positions : integers (L,) or (B, L), optional
-            The rows of rotary that x takes, B being its first axis, in place of those positions; for
-            causal, window and ALiBi nothing changes.  Keys of a context or kv stand where they do
-            without.
+            The rows of rotary that x takes, B being its first axis, in place of those positions;
+            for causal, window and ALiBi nothing changes.  Keys of a context or kv stand where they
+            do without.
         rotary_sections : integers (A,), optional
             For positions (A, L) or (A, B, L) on several axes, such as time, height and width in
             Qwen 2-VL: how many pairs of a row are turned by the position on each, the first axis
@@ -565,9 +565,9 @@ class MultiHeadAttention:
         parts, (joined, more) = arguments[:10], (*arguments[10:], None, None)[:2]
         if joined is not None:
             parts = (*split(*joined), *parts[3:])
-        layer = _check_layer.projections(*parts, one_context=False, **(more or {}))
+        layer = _weights.projections(*parts, one_context=False, **(more or {}))
         mha = cls.__new__(cls)
-        mha._layer = layer if joined is None else _check_layer.joined(layer, joined[0])
+        mha._layer = layer if joined is None else _weights.joined(layer, joined[0])
         return mha
 
     def __repr__(self) -> str:

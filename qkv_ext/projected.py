@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from qkv_ext._core._options import PROJECTION, Flag, No, Options, Yes, shows, take
 from qkv_ext._core._packed import PackedWeight
-from qkv_ext._layers import _check_layer
+from qkv_ext._layers import _weights
 from qkv_ext._layers._check_layer import ProjectedKV
 from qkv_ext._layers._forward import Sequences, forward
 
@@ -125,9 +125,7 @@ def self_attention(
     A. Vaswani et al., "Attention Is All You Need" (2017), section 3.2.
     """
     given = take(options, "self_attention", PROJECTION, return_weights, return_lse)
-    layer = _check_layer.projections(
-        w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads
-    )
+    layer = _weights.projections(w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads)
     return forward(layer, Sequences(x), given)
 
 
@@ -222,7 +220,7 @@ def cross_attention(
     A. Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3.
     """
     given = take(options, "cross_attention", PROJECTION, return_weights, return_lse)
-    layer = _check_layer.projections(
+    layer = _weights.projections(
         w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads,
         one_context=x_enc_v is None,
     )  # fmt: skip

@@ -22,8 +22,8 @@ from qkv_ext._core._blas import held_to_threads
 from qkv_ext._core._check import Checked
 from qkv_ext._core._options import PROJECTION, TRACE, Given, LayoutOptions, Options, shows, take
 from qkv_ext._core._problem import Problem
-from qkv_ext._layers import _check_layer, _forward
-from qkv_ext._layers._check_layer import Projections
+from qkv_ext._layers import _forward, _weights
+from qkv_ext._layers._weights import Projections
 from qkv_ext.projected import Weight
 
 Array = NDArray[Any]
@@ -259,9 +259,7 @@ def trace_self(
     A. Vaswani et al., "Attention Is All You Need" (2017), section 3.2.2.
     """
     given = take(options, "trace_self", PROJECTION, True, True)
-    layer = _check_layer.projections(
-        w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads
-    )
+    layer = _weights.projections(w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads)
     return _of_layer(layer, {"X": x}, given)
 
 
@@ -313,9 +311,7 @@ def trace_cross(
     A. Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3.
     """
     given = take(options, "trace_cross", PROJECTION, True, True)
-    layer = _check_layer.projections(
-        w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads
-    )
+    layer = _weights.projections(w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads)
     return _of_layer(layer, {"X_dec": x_dec, "X_enc": x_enc}, given)
 
 

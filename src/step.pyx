@@ -150,7 +150,7 @@ cdef class Step:
               int threads):
         """(output, lengths, whether the scale of a key is large), or None where it wants a look.
 
-        layer is that of _check_layer.py; the rest is what the layer's call was given, unchecked.
+        layer is that of _weights.py; the rest is what the layer's call was given, unchecked.
         pages and until are of _store.py.  Nothing has changed if this fails: keys are written
         behind those that are there, and count when the caller keeps the lengths.
         """

@@ -3,6 +3,7 @@ and positions: each against the layer made of its parts by hand, in float64 wher
 
 import copy
 import pickle
+from itertools import pairwise
 
 import numpy as np
 import oracle
@@ -205,7 +206,7 @@ def test_packed_batch(options, cu, rotary, backend, rng):
     kv = mha.project_kv(x, backend=backend)
     again = mha(x, kv=kv, cu_seqlens=cu, cu_seqlens_context=cu, **how)
     assert_same(again, actual, backend)
-    for first, last in zip(cu[:-1], cu[1:], strict=True):
+    for first, last in pairwise(cu):
         alone, own = mha(x[first:last], return_lse=True, **how)
         assert_same(actual[first:last], alone, backend)
         assert_same(lse[first:last], own.T, backend)

@@ -52,7 +52,8 @@ SIGNATURES = {
     "MultiHeadAttention.__call__": (
         "self, x, context=None, value_context=None!, kv=None!, cache=None!, cu_seqlens=None!, "
         "cu_seqlens_context=None!, rotary=None!, interleaved=False!, rotary_dim=None!, "
-        "positions=None!, rotary_sections=None!, return_weights=False!, return_lse=False!, **options"
+        "positions=None!, rotary_sections=None!, return_weights=False!, return_lse=False!, "
+        "**options"
     ),
     "PackedWeight": "*arguments, **keywords",
     "PackedWeight.from_matrix": "w",

@@ -15,12 +15,12 @@ from qkv_ext._core._threads import threads_of
 _LARGEST = float(np.finfo(np.float64).max)
 
 
-def epsilon(eps: Any) -> float:
+def epsilon(eps: Any, name: str = "eps") -> float:
     """Check an eps."""
     expected = "a finite number of at least 0"
-    number = _arrays.real(eps, "eps", expected)
+    number = _arrays.real(eps, name, expected)
     if not 0 <= number <= _LARGEST:
-        raise ValueError(f"eps is {shown(eps)}; expected {expected}")
+        raise ValueError(f"{name} is {shown(eps)}; expected {expected}")
     return float(number)
 
 

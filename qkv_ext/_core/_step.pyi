@@ -2,7 +2,7 @@ from typing_extensions import disjoint_base
 
 from qkv_ext._cache._store import Pages
 from qkv_ext._core._arrays import Array
-from qkv_ext._layers._check_layer import Projections
+from qkv_ext._layers._weights import Projections
 
 BUILD: str
 

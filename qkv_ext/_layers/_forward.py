@@ -28,7 +28,8 @@ from qkv_ext._core._packed import PackedWeight
 from qkv_ext._core._problem import Norm, Problem, Rotation, Scoring, Sizes
 from qkv_ext._core._threads import threads_of
 from qkv_ext._layers import _check_layer
-from qkv_ext._layers._check_layer import GivenRotary, ProjectedKV, Projections, Rotary
+from qkv_ext._layers._check_layer import GivenRotary, ProjectedKV, Rotary
+from qkv_ext._layers._weights import Projections
 
 new = tuple.__new__  #: makes a NamedTuple in half the time
 FEW_ROWS = 64  #: up to which one product is faster than three

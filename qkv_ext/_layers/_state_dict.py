@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from qkv_ext._core import _arrays
 from qkv_ext._core._arrays import array_of, shown
-from qkv_ext._layers._check_layer import ORDERS
 from qkv_ext._layers._families import (
     BESIDE,
     CAUSAL,
@@ -27,6 +26,7 @@ from qkv_ext._layers._families import (
     Family,
     tensor,
 )
+from qkv_ext._layers._weights import ORDERS
 
 Array = NDArray[Any]
 
