@@ -62,6 +62,7 @@ def changed(method):
     return call
 
 
+NORMED = {"q_proj": W, "k_proj": W, "v_proj": W, "o_proj": W, "q_norm": f32(4), "k_norm": f32(8)}
 CALLS = {  # the call, its arguments, and the kinds of those that are to be odd
     "scaled_dot_product_attention": (
         qkv_ext.scaled_dot_product_attention, {"q": Q, "k": Q, "v": Q},
@@ -91,15 +92,25 @@ CALLS = {  # the call, its arguments, and the kinds of those that are to be odd
                    {"w_qkv": f32(8, 24), "w_o": W, "num_heads": 2},
                    {"w_qkv": "array", "w_o": "array", "b_qkv": "array", "b_o": "array",
                     "order": "choice"}
-                   | HEADS),
+                   | HEADS | OWN),
     "from_fused_kv": (lambda **given: qkv_ext.MultiHeadAttention.from_fused_kv(**given)(X),
                       {"w_q": W, "w_kv": f32(8, 16), "w_o": W, "num_heads": 2},
                       dict.fromkeys(("w_q", "w_kv", "w_o", "b_q", "b_kv", "b_o"), "array")
-                      | {"order": "choice"} | HEADS),
+                      | {"order": "choice"} | HEADS | OWN),
     "from_state_dict": (lambda **given: from_state_dict(**given)(X),
                         {"mapping": {"in_proj_weight": f32(24, 8), "out_proj.weight": W},
                          "prefix": "", "num_heads": 2},
                         {"mapping": "array", "prefix": "choice", "scale": "real"} | HEADS),
+    "from_state_dict with norms": (
+        lambda **given: from_state_dict(**given)(X),
+        {"mapping": {f"{name}.weight": w for name, w in NORMED.items()}, "prefix": "",
+         "num_heads": 2, "norm_eps": 1e-6},
+        {"norm_eps": "real", "norm_offset": "real", "scale": "real"} | HEADS),
+    "from_state_dict of a fused weight": (
+        lambda **given: from_state_dict(**given)(X),
+        {"mapping": {"qkv.weight": f32(24, 8), "proj.weight": W}, "prefix": "", "num_heads": 2,
+         "order": "grouped"},
+        {"order": "choice", "scale": "real"} | HEADS),
     "layer": (lambda **given: layer()(**given), {"x": X, "rotary": (COS, SIN)},
               {"x": "array", "context": "array", "value_context": "array", "kv": "array",
                "cache": "array", "rotary": "array", "interleaved": "switch",
@@ -179,8 +190,8 @@ VALID = {
     "nonpad_kv_seqlen": np.array([2]),
     "positions": np.array([2, 0, 1]), "lengths": np.array([1, 2]), "before": np.array([1, 2]),
     "indices": np.array([1, 1, 0]), "context": X, "value_context": X, "x_enc_v": X, "w_o": W,
-    "b": f32(8), "b_qkv": f32(24), "b_o": f32(8), "bias": f32(8), "w": W,
-    "q_norm": f32(4), "k_norm": f32(8), "inv_freq": np.float32([1, 0.5]),
+    "b": f32(8), "b_q": f32(8), "b_kv": f32(16), "b_qkv": f32(24), "b_o": f32(8), "bias": f32(8),
+    "w": W, "q_norm": f32(4), "k_norm": f32(8), "inv_freq": np.float32([1, 0.5]),
 }  # fmt: skip
 
 

@@ -314,7 +314,7 @@ LAYERS = [
     (lambda o: layer(W, W, W, norm_eps=np.inf), ValueError,
      "norm_eps is inf; expected a finite number of at least 0"),
     (lambda o: layer(W, W, W, norm_eps="0"), TypeError,
-     "norm_eps is '0'; expected a number of at least 0"),
+     "norm_eps is '0'; expected a finite number of at least 0"),
     (lambda o: layer(W, W, W, scale=np.nan), ValueError,
      "scale is nan; expected a finite float32 number or None"),
     (lambda o: layer(W, W, W, sinks=f32(3)), ValueError, "sinks has shape (3,); expected (2,)"),

@@ -20,6 +20,14 @@ T5 = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "
 BART = {"vocab_size": 50, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
         "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
         "decoder_ffn_dim": 48, "pad_token_id": 0}  # fmt: skip
+IMAGES = {"image_size": 12, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 2,
+          "num_attention_heads": 4, "intermediate_size": 48}  # fmt: skip
+DETR = {name: size for name, size in BART.items() if name not in ("vocab_size", "pad_token_id")} | {
+    "num_queries": 5, "use_timm_backbone": False,
+    "backbone_config": transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic",
+        out_features=["stage2"]),
+}  # fmt: skip
 FALCON = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 CAUSAL = {"causal": True}
 ALIBI = CAUSAL | {"alibi_slopes": qkv_ext.alibi_slopes(4)}
@@ -81,11 +89,33 @@ MODELS = {  # model, its config, module, (Q, K, O) in it, options of from_state_
     "Whisper, cross": (
         "Whisper", BART | {"num_mel_bins": 8, "max_source_positions": 6},
         "decoder.layers.1.encoder_attn", ("q_proj", "k_proj", "out_proj"), {}, {}),
-    "ViT": ("ViT", {"image_size": 12, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 2,
-                    "num_attention_heads": 4, "intermediate_size": 48}, "layers.1.attention",
-            ("q_proj", "k_proj", "o_proj"), {}, {}),
+    "ViT": ("ViT", IMAGES, "layers.1.attention", ("q_proj", "k_proj", "o_proj"), {}, {}),
     "CLIP": ("CLIPText", BASE, "encoder.layers.1.self_attn", ("q_proj", "k_proj", "out_proj"), {},
              CAUSAL),
+    "GPT-2, cross": (
+        "GPT2", GPT2 | {"add_cross_attention": True}, "h.1.crossattention",
+        ("q_attn", "c_attn", "c_proj"), {}, {}),
+    "GPT-Neo": (
+        "GPTNeo", {"vocab_size": 50, "hidden_size": 32, "num_layers": 2, "num_heads": 4,
+                   "attention_types": [[["global", "local"], 1]], "window_size": 3},
+        "h.1.attn.attention", ("q_proj", "k_proj", "out_proj"), {"scale": 1.0},
+        CAUSAL | {"window": (2, 0)}),
+    "ModernBERT": ("ModernBert", BASE | {"pad_token_id": 0}, "layers.1.attn",
+                   ("Wqkv", "Wqkv", "Wo"), {}, rotary(causal=False)),
+    "Whisper": (
+        "Whisper", BART | {"num_mel_bins": 8, "max_source_positions": 6},
+        "decoder.layers.1.self_attn", ("q_proj", "k_proj", "out_proj"), {}, CAUSAL),
+    "BLIP": ("BlipVision", IMAGES, "encoder.layers.1.self_attn", ("qkv", "qkv", "projection"),
+             {"order": "qkv"}, {}),
+    "DETR": ("Detr", DETR, "encoder.layers.1.self_attn", ("q_proj", "k_proj", "o_proj"), {},
+             {"value_context": "values"}),
+    "DETR, cross": ("Detr", DETR, "decoder.layers.1.encoder_attn",
+                    ("q_proj", "k_proj", "o_proj"), {}, {"value_context": "values"}),
+    "Qwen 2-VL": (
+        "Qwen2VLText", LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
+                                                    "mrope_section": [1, 2, 1]}},
+        "layers.1.self_attn", ("q_proj", "k_proj", "o_proj"), {},
+        rotary(positions="positions", rotary_sections=[1, 2, 1])),
 }  # fmt: skip
 NORMED = {  # norms of Q and K, or sinks
     "GPT-OSS": ("GptOss", LLAMA | {"num_local_experts": 2, "num_experts_per_tok": 1,
@@ -116,7 +146,10 @@ def run(name):
             x.add_(torch.randn_like(x) * (0.3 if x.ndim == 1 else x.shape[-1] ** -0.5))
     seen = {}
     at = model.get_submodule(module)
-    for key, part, which in (("x", q, 0), ("context", k, 0), ("output", o, 1)):
+    parts = [("x", q, 0), ("context", k, 0), ("output", o, 1)]
+    if base == "Detr":
+        parts.append(("values", "v_proj", 0))
+    for key, part, which in parts:
         at.get_submodule(part).register_forward_hook(
             lambda _, given, result, key=key, which=which: seen.update(
                 {key: (given[0], result)[which].detach().numpy()}
@@ -124,8 +157,17 @@ def run(name):
         )
     with torch.no_grad():
         tokens = torch.randint(3, 50, (2, 7))
-        if name == "ViT":
+        if "image_size" in config.to_dict():
             model(torch.randn(2, 3, 12, 12))
+        elif base == "Detr":
+            model(torch.randn(2, 3, 64, 48))
+        elif name == "GPT-2, cross":
+            model(input_ids=tokens, encoder_hidden_states=torch.randn(2, 6, 32))
+        elif name == "Qwen 2-VL":
+            positions = torch.tensor([[[0, 1, 2, 2, 2, 2, 4], [0, 1, 2, 2, 3, 3, 4],
+                                       [0, 1, 2, 3, 2, 3, 4]]] * 2).transpose(0, 1)  # fmt: skip
+            model(input_ids=tokens, position_ids=positions, attention_mask=torch.ones_like(tokens))
+            seen["positions"] = positions.numpy()
         elif name.startswith("Whisper"):
             model(torch.randn(2, 8, 12), decoder_input_ids=tokens)
         else:
@@ -145,7 +187,7 @@ def check(name, backend):
     context = () if x.shape == context.shape and (x == context).all() else (context,)
     output = layer(x, *context, backend=backend, **call)
     np.testing.assert_allclose(output, seen["output"], atol=1e-5)
-    if call.get("causal"):
+    if call.get("causal") and "positions" not in call:
         cache = qkv_ext.KVCache(2, layer._layer.num_kv_heads, 8)
         steps = [layer(x[:, a:b], cache=cache, backend=backend, **call)
                  for a, b in ((0, 4), (4, 5), (5, 7))]  # fmt: skip

@@ -28,7 +28,8 @@ MOST_PRODUCTS = 1 << 62  #: of a call: years
 FLOAT32 = np.dtype(np.float32)
 FLOAT64 = np.dtype(np.float64)
 FLOAT16 = np.dtype(np.float16)
-_LARGEST = float(np.finfo(FLOAT32).max)
+LARGEST_FLOAT64 = float(np.finfo(FLOAT64).max)
+_LARGEST_FLOAT32 = float(np.finfo(FLOAT32).max)
 _KNOWN: dict[Any, np.dtype[Any]] = {FLOAT32: FLOAT32, FLOAT64: FLOAT64, FLOAT16: FLOAT16}
 
 
@@ -340,7 +341,7 @@ def scale(given: Any, d: int, dtype: np.dtype[Any]) -> float:
         if d == 0:
             raise ValueError("scale is None, but D is 0 and 1/√0 is no number; give a scale")
         return 1.0 / math.sqrt(d)
-    if type(given) is float and -_LARGEST <= given <= _LARGEST:
+    if type(given) is float and -_LARGEST_FLOAT32 <= given <= _LARGEST_FLOAT32:
         return given  # the plain case, quickly
     return number(given, "scale", "real", f"finite {dtype}", dtype)
 

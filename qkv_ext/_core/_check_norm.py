@@ -12,14 +12,12 @@ from qkv_ext._core._check import Checked
 from qkv_ext._core._problem import Norm
 from qkv_ext._core._threads import threads_of
 
-_LARGEST = float(np.finfo(np.float64).max)
-
 
 def epsilon(eps: Any, name: str = "eps") -> float:
     """Check an eps."""
     expected = "a finite number of at least 0"
     number = _arrays.real(eps, name, expected)
-    if not 0 <= number <= _LARGEST:
+    if not 0 <= number <= _arrays.LARGEST_FLOAT64:
         raise ValueError(f"{name} is {shown(eps)}; expected {expected}")
     return float(number)
 

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv_ext._core import _arrays, _rules
-from qkv_ext._core._arrays import Array, shown
+from qkv_ext._core._arrays import LARGEST_FLOAT64, Array, shown
 
 BASE = 10000.0
 MOST = 1 << 40  #: rows and columns that a table may be asked for; memory ends before that
-_LARGEST = float(np.finfo(np.float64).max)
 _LARGEST_FACTOR = float(np.finfo(np.float32).max)
 _ORIGINAL = "original_max_position_embeddings"
 _EVERY_KIND = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
@@ -28,10 +27,10 @@ _EVERY_KIND = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 # ---- one number at a time -----------------------------------------------------------------------
 
 
-def positive(value: Any, name: str, most: float = _LARGEST) -> float:
+def positive(value: Any, name: str, most: float = LARGEST_FLOAT64) -> float:
     number = _arrays.real(value, name, "a positive number")
     if not 0 < number <= most:
-        kind = "positive finite" + " float32" * (most < _LARGEST)
+        kind = "positive finite" + " float32" * (most < LARGEST_FLOAT64)
         raise ValueError(f"{name} is {shown(value)}; expected a {kind} number")
     return float(number)
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from qkv_ext._core import _arrays
 from qkv_ext._core._arrays import array_of, shown
+from qkv_ext._core._check_norm import epsilon
 from qkv_ext._layers._families import (
     BESIDE,
     CAUSAL,
@@ -44,8 +45,8 @@ class Asked(NamedTuple):
     """What the caller says beside the names."""
 
     order: Any
-    norm_eps: Any
-    norm_offset: Any
+    norm_eps: float | None
+    norm_offset: float
     scale: Any
     ignore: tuple[str, ...]
 
@@ -66,10 +67,11 @@ def find(
         raise TypeError(f"prefix is {shown(prefix)}; expected a str")
     if order is not None:
         _arrays.choice(order, "order", ORDERS)
-    offset = float(_arrays.real(norm_offset, "norm_offset", "a finite number"))
-    if not np.isfinite(offset):
+    eps = None if norm_eps is None else epsilon(norm_eps, "norm_eps")
+    offset = _arrays.real(norm_offset, "norm_offset", "a finite number")
+    if not abs(offset) <= _arrays.LARGEST_FLOAT64:
         raise ValueError(f"norm_offset is {shown(norm_offset)}; expected a finite number")
-    asked = Asked(order, norm_eps, offset, scale, _patterns(ignore))
+    asked = Asked(order, eps, float(offset), scale, _patterns(ignore))
     at = f"{prefix}." if prefix and not prefix.endswith(".") else prefix
     family, scope = _family(mapping, at)
     return _read(mapping, at, scope, family, asked)
@@ -229,8 +231,11 @@ def _norms(
     """The RMS norms of Q and K, or the options that are given for none."""
     there = [name for name in names if mapping.get(f"{module}{name}.weight") is not None]
     if not there:
-        for option, given in (("norm_eps", asked.norm_eps), ("norm_offset", asked.norm_offset)):
-            if given not in (None, 0.0):
+        for option, given in (
+            ("norm_eps", asked.norm_eps),
+            ("norm_offset", asked.norm_offset or None),
+        ):
+            if given is not None:
                 raise ValueError(
                     f"{option} is {shown(given)}, but mapping has no {module}q_norm.weight; "
                     "expected norms of Q and K, or no such option"
