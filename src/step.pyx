@@ -1,7 +1,6 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
 # cython: cdivision=True, freethreading_compatible=True
-"""A layer's decode step, of few rows without options: project, norm, rotate, append, attend, project
-out.
+"""A layer's decode step, of few rows without options, from the projections to the output.
 
 Everything is that of the other modules, with their bits; here it is called without an array, a
 check or a step of Python between.  _forward.py has the general way.
@@ -57,7 +56,7 @@ cdef void lay_rows(Rows *rows, char *start, Py_ssize_t batch, Py_ssize_t heads, 
 
 
 cdef int norm_heads(int isa, const Rows *rows, Py_ssize_t n, weight, double eps) except -1:
-    """RMS norm in place of each head, or of the whole width of all of them, by the weight; or none."""
+    """RMS norm in place, of each head or of the whole width of all, as long as the weight is."""
     cdef Py_buffer w
     cdef Py_ssize_t width = rows.shape[1] * rows.shape[3], many = rows.shape[0] * rows.shape[2], i
     cdef char *x = <char *> rows.view.buf
@@ -66,7 +65,8 @@ cdef int norm_heads(int isa, const Rows *rows, Py_ssize_t n, weight, double eps)
     PyObject_GetBuffer(weight, &w, PyBUF_STRIDES)
     n *= sizeof(float)
     if w.shape[0] == width:
-        norm_rows(isa, QKV_FLOAT32, False, x, n, <const float *> w.buf, NULL, eps, x, n, many, width)
+        norm_rows(isa, QKV_FLOAT32, False, x, n, <const float *> w.buf, NULL, eps, x, n, many,
+                  width)
     else:
         for i in range(many):
             norm_rows(isa, QKV_FLOAT32, False, x + i * n, rows.strides[1], <const float *> w.buf,
