@@ -45,6 +45,7 @@ cdef inline size_t bind_workspace(const Call *call, int worker, qkv_run *run,
     ws.values = <float *> arena_alloc(&free, block * Dv if call.shape.kind else 0, sizeof(float))
     ws.start = <Py_ssize_t *> arena_alloc(&free, block, sizeof(Py_ssize_t))
     ws.end = <Py_ssize_t *> arena_alloc(&free, block, sizeof(Py_ssize_t))
+    ws.unmasked = <uint8_t *> arena_alloc(&free, block, 1)
     ws.packed = <uint8_t *> arena_alloc(&free, keys // TILE, sizeof(uint8_t))
     ws.panels = <float *> arena_alloc(&free, keys * D, sizeof(float))
     ws.k_rows = <float *> arena_alloc(&free, TILE * D, sizeof(float))

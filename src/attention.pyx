@@ -32,6 +32,7 @@ from cpython.object cimport PyObject
 cimport cython
 from libc.float cimport FLT_MAX
 from libc.math cimport NAN, isnan, sqrt
+from libc.stdint cimport uint8_t
 from libc.string cimport memset
 
 from qkv_ext._core._kernels cimport (
@@ -45,7 +46,7 @@ from src.contract cimport (
     Q_START, DIAGONAL, V_ADDRESS, V_SCALE_ADDRESS,
 )
 from src.types cimport AS_IT_IS, Arena, Call, Item, Partial, Plan, Task, Workspace
-from src.plan cimport lay_tasks, task_at
+from src.plan cimport lay_looked, lay_tasks, task_at
 from src.arena cimport bind_leftover, bind_partial, bind_workspace
 from src.views cimport (
     Axes, Views, acquire, describe_arrays, describe_items, fit, out_fits, release_buffers,
@@ -159,11 +160,14 @@ cdef void *lay_arena(Call *call, int threads) except NULL:
         arena.partial_size = bind_partial(call, NULL, &partial)
         waiting = <double> arena.partial_size * (1 + arena.slots)
         leftover = <double> bind_leftover(call, NULL)
+    lay_looked(call, NULL)
     arena.workspaces = <char *> scratch(<double> arena.workspace_size * threads + waiting
-                                        + leftover)
+                                        + leftover + call.plan.looked)
     arena.waiting = arena.workspaces + arena.workspace_size * threads
     if call.plan.partials:
         bind_leftover(call, arena.waiting + arena.partial_size * (1 + arena.slots))
+    if call.plan.looked:
+        lay_looked(call, <uint8_t *> arena.waiting + <size_t> (waiting + leftover))
     for worker in range(threads):
         bind_workspace(call, worker, NULL, &ws)
         ws.head[0] = -1

@@ -5,10 +5,12 @@ from libc.math cimport INFINITY, NAN
 from libc.stdint cimport uint8_t
 from libc.string cimport memset
 
-from qkv_ext._core._kernels cimport LANES, QKV_BIAS, QKV_KEEP, QKV_MINUS, TILE, qkv_row, stopped
+from qkv_ext._core._kernels cimport (
+    LANES, QKV_ALLOWS, QKV_BIAS, QKV_EXCLUDES, QKV_KEEP, QKV_MINUS, TILE, qkv_row, stopped,
+)
 
 from src.types cimport Call, MET, PENDING, SEEN, Task, Workspace
-from src.rules cimport allowed, key_range
+from src.rules cimport allowed, key_range, look_at_tile
 from src.keys cimport Tile, is_finite, take_values
 
 
@@ -19,7 +21,7 @@ cdef enum:
 cdef inline bint look_at_values(const Call *call, const Task *task, Workspace *ws) noexcept nogil:
     """What V has to do with the sums of pending rows; False where the run was stopped."""
     cdef Py_ssize_t lo, hi, tile, n, r
-    cdef bint open = True
+    cdef bint open = True, masked = ws.rows[0].modifiers & QKV_EXCLUDES
     cdef Tile values
     key_range(ws.rows, task.m, &lo, &hi)
     lo = max(lo, task.first_key)
@@ -28,6 +30,8 @@ cdef inline bint look_at_values(const Call *call, const Task *task, Workspace *w
         if stopped(ws.run, ws.worker):
             return False
         n = min(TILE, hi - tile)
+        if masked and not look_at_tile(call, task, ws, tile, n) & QKV_ALLOWS:
+            continue  # such a tile was not met
         take_values(call, task, ws, tile, n, True, &values)
         if is_finite(call, &values, 0, n):
             continue

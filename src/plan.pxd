@@ -1,6 +1,9 @@
 # cython: language_level=3, cdivision=True
 """What is chosen from the shape of each item: blocks of query rows, splits of the keys, tasks."""
 
+from libc.stdint cimport uint8_t
+from libc.string cimport memset
+
 from qkv_ext._core._kernels cimport TILE
 
 from src.types cimport Call, FEW_ROWS, Item, SPLIT, Task, row_at
@@ -31,6 +34,35 @@ cdef inline void plan_item(const Call *call, Item *item) noexcept nogil:
         item.splits_per_task = max(1, (item.S + SPLIT - 1) // SPLIT)
 
 
+cdef inline Py_ssize_t tiles_of(const Item *item) noexcept nogil:
+    return (item.S + TILE - 1) // TILE
+
+
+cdef inline bint same_mask(const Item *item, const Item *other) noexcept nogil:
+    """Whether what one remembers of its mask goes for the other."""
+    return (item.mask == other.mask and item.L == other.L and item.S == other.S
+            and item.diagonal == other.diagonal)
+
+
+cdef inline void lay_looked(Call *call, uint8_t *memory) noexcept nogil:
+    """Room for what items remember of a mask that serves all heads; NULL tells how much it is."""
+    cdef Py_ssize_t n
+    cdef Item *item
+    call.plan.looked = 0
+    if call.plan.items[0].mask == NULL or call.strides.mask.head != 0:
+        return
+    for n in range(call.plan.count):
+        item = &call.plan.items[n]
+        if n and same_mask(item, item - 1):
+            item.looked = item[-1].looked
+            continue
+        if memory != NULL:
+            item.looked = memory + call.plan.looked
+        call.plan.looked += item.blocks * tiles_of(item)
+    if memory != NULL:
+        memset(memory, 0, call.plan.looked)
+
+
 cdef inline void lay_tasks(Call *call) noexcept nogil:
     """Plan every item and lay the tasks end to end."""
     cdef Py_ssize_t n, own
@@ -49,7 +81,7 @@ cdef inline void lay_tasks(Call *call) noexcept nogil:
         call.plan.longest = max(call.plan.longest, item.S)
         call.plan.absent = call.plan.absent or item.L < item.padded_len
         if item.blocks > 1 and call.shape.page == 0:
-            call.plan.keys = max(call.plan.keys, (item.S + TILE - 1) // TILE * TILE)
+            call.plan.keys = max(call.plan.keys, tiles_of(item) * TILE)
         elif not item.use_dot_kernel:
             call.plan.keys = max(call.plan.keys, TILE)
 

@@ -2,13 +2,18 @@
 """The query rows of a task: which they are, what each may see, and what is to be done for it."""
 
 from libc.math cimport INFINITY, isfinite
+from libc.stdint cimport uint8_t
 
-from qkv_ext._core._kernels cimport QKV_BIAS, QKV_EXCLUDES, QKV_KEEP, qkv_magnitude, qkv_row
+from qkv_ext._core._kernels cimport (
+    QKV_ALLOWS, QKV_BIAS, QKV_CHANGES, QKV_EXCLUDES, QKV_KEEP, TILE, qkv_byte, qkv_magnitude, qkv_row,
+    qkv_set_byte,
+)
 
 from src.contract cimport ADDRESSES, K_SCALE_ADDRESS
 from src.types cimport (
-    CLEAN, Call, LARGE, MET, PENDING, TO_SCORE, TO_WEIGH, Task, V_BITS, Workspace,
+    CLEAN, Call, Item, LARGE, MET, PENDING, TO_SCORE, TO_WEIGH, Task, V_BITS, Workspace,
 )
+from src.plan cimport tiles_of
 
 
 cdef inline void find_row(const Call *call, const Task *task, Py_ssize_t r, Py_ssize_t *h,
@@ -65,6 +70,42 @@ cdef inline void key_range(const qkv_row *rows, Py_ssize_t m, Py_ssize_t *lo,
         if rows[r].lo < rows[r].hi:
             lo[0] = rows[r].lo if hi[0] == 0 else min(lo[0], rows[r].lo)
             hi[0] = max(hi[0], rows[r].hi)
+
+
+cdef inline int look_at_masks(const Call *call, const qkv_row *rows, Py_ssize_t m,
+                              Py_ssize_t first, Py_ssize_t n) noexcept nogil:
+    """QKV_ALLOWS, QKV_CHANGES, both or neither: what the masks of m rows do to those keys."""
+    cdef Py_ssize_t r, lo, hi
+    cdef const qkv_row *row
+    cdef int seen = 0
+    for r in range(m):
+        row = rows + r
+        if r and row.keep == row[-1].keep and row.bias == row[-1].bias and (
+                row.lo == row[-1].lo and row.hi == row[-1].hi):  # broadcast
+            continue
+        lo, hi = max(row.lo, first), min(row.hi, first + n)
+        if lo < hi:
+            seen |= call.ops.look_at_mask(row, lo, hi - lo)
+        if seen == QKV_ALLOWS | QKV_CHANGES:
+            break
+    return seen
+
+
+cdef inline int look_at_tile(const Call *call, const Task *task, const Workspace *ws,
+                             Py_ssize_t tile, Py_ssize_t n) noexcept nogil:
+    """The same for all rows of a task and a tile: remembered for the other heads that share it."""
+    cdef const Item *item = task.item
+    cdef uint8_t *known = NULL
+    cdef int seen
+    if item.looked != NULL:
+        known = item.looked + task.first_row // item.block * tiles_of(item) + tile // TILE
+        seen = qkv_byte(known)
+        if seen:
+            return seen - 1
+    seen = look_at_masks(call, ws.rows, task.m, tile, n)
+    if known != NULL:
+        qkv_set_byte(known, seen + 1)
+    return seen
 
 
 cdef inline float reach_of(const Call *call, const float *q, Py_ssize_t m) noexcept nogil:

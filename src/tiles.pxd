@@ -5,34 +5,57 @@ from libc.math cimport INFINITY
 from libc.string cimport memset
 
 from qkv_ext._core._kernels cimport (
-    LANES, PANEL, QKV_EXCLUDES, QKV_FLOAT32, TILE, qkv_prefetch, qkv_row, stopped,
+    LANES, PANEL, QKV_ALLOWS, QKV_CHANGES, QKV_EXCLUDES, QKV_FLOAT32, TILE, qkv_prefetch, qkv_row, stopped,
 )
 
 from src.types cimport AS_IT_IS, Call, EXACT, LARGE, SCORES_ALONE, Task, Workspace, row_at
-from src.rules cimport any_to_do, find_row, is_small, key_range
+from src.rules cimport any_to_do, find_row, is_small, key_range, look_at_masks, look_at_tile
 from src.keys cimport (
     Tile, add_values, clean_tile, rows_of, scale_panels, score_panel, take_keys, take_values,
 )
 from src.nonfinite cimport add_nonfinite, weigh_rows
 
 
-cdef inline void find_columns(const Call *call, const Task *task, Workspace *ws, Py_ssize_t tile,
-                              Py_ssize_t n, Py_ssize_t step, bint whole, int how) noexcept nogil:
+cdef inline bint find_columns(const Call *call, const Task *task, Workspace *ws, Py_ssize_t tile,
+                              Py_ssize_t n, Py_ssize_t step, bint whole, int masks,
+                              int how) noexcept nogil:
     """The columns start <= c < end of a tile that each step rows need, from a panel on; or none.
 
-    whole: all rows see all of it.
+    whole: all rows see all of it, but for their masks, which do that to it.  Returns whether any
+    rows need any columns.
     """
-    cdef Py_ssize_t r, lo, hi, start, end
+    cdef Py_ssize_t r, m, lo, hi, start, end
+    cdef bint needed = False
+    cdef int own = masks
     for r from 0 <= r < task.m by step:
+        m = min(step, task.m - r)
         start, end = 0, n
         if not whole:
-            key_range(ws.rows + r, min(step, task.m - r), &lo, &hi)
+            key_range(ws.rows + r, m, &lo, &hi)
             end = min(n, hi - tile)
             start = max(lo - tile, 0) // PANEL * PANEL
-        if how != AS_IT_IS and not any_to_do(task, ws, r, min(step, task.m - r), how):
+        if how != AS_IT_IS and not any_to_do(task, ws, r, m, how):
             end = 0
+        if masks & QKV_CHANGES and m < task.m and start < end:
+            own = look_at_masks(call, ws.rows + r, m, tile + start, end - start)
+            if not own & QKV_ALLOWS:
+                deny_columns(ws, r, m, tile + start, tile + end)
+                end = 0
         ws.start[r] = start
         ws.end[r] = end if start < end else 0
+        ws.unmasked[r] = not own & QKV_CHANGES
+        needed = needed or start < end
+    return needed
+
+
+cdef inline void deny_columns(Workspace *ws, Py_ssize_t first, Py_ssize_t m, Py_ssize_t start,
+                              Py_ssize_t end) noexcept nogil:
+    """What softmax_tile would keep of the scores, of keys that m rows are denied."""
+    cdef Py_ssize_t r, j
+    for r in range(first, first + m):
+        if ws.rows[r].scores != NULL:
+            for j in range(start, end):
+                ws.rows[r].scores[j] = -INFINITY
 
 
 cdef inline void score_tile(const Call *call, const Task *task, Workspace *ws, Py_ssize_t tile,
@@ -83,12 +106,17 @@ cdef inline void softmax_rows(const Call *call, Workspace *ws, Py_ssize_t r, Py_
     whose rows are prefetched meanwhile."""
     cdef Py_ssize_t lds = TILE + LANES, i, start = ws.start[r], n = ws.end[r] - start
     cdef Py_ssize_t step = m if next == NULL else LANES
+    cdef int masks = ws.rows[r].modifiers & QKV_EXCLUDES if ws.unmasked[r] else 0
+    for i in range(r, r + m if masks else r):
+        ws.rows[i].modifiers -= masks
     for i from r <= i < r + m by step:
         call.ops.softmax_tile(ws.scores + i * lds + start, lds, min(step, r + m - i), n,
                               tile + start, ws.rows + i, ws.partial.row_max + i,
                               ws.partial.row_sum + i, ws.factor + i)
         if next != NULL:
             prefetch_task(call, next, i, i + step)
+    for i in range(r, r + m if masks else r):
+        ws.rows[i].modifiers += masks
 
 
 cdef inline void start_tiles(const Call *call, const Task *task, Workspace *ws, Py_ssize_t step,
@@ -118,7 +146,7 @@ cdef inline bint process_tiles(const Call *call, const Task *task, Workspace *ws
     cdef Py_ssize_t lo, hi, tile, n, step, r, m, group
     cdef Py_ssize_t common_lo = 0, common_hi = task.item.S
     cdef bint whole, raw
-    cdef int modifiers = 0
+    cdef int modifiers = 0, masks = QKV_ALLOWS
     cdef Tile values
     cdef const qkv_row *row
     values.finite = True
@@ -139,7 +167,13 @@ cdef inline bint process_tiles(const Call *call, const Task *task, Workspace *ws
         # all rows at once where they all see the whole tile, or a few in any case
         whole = common_lo <= tile and tile + n <= common_hi
         step = group if whole or task.item.use_dot_kernel else call.ops.rows
-        find_columns(call, task, ws, tile, n, step, whole, how)
+        if modifiers & QKV_EXCLUDES:
+            masks = look_at_tile(call, task, ws, tile, n)
+            if not masks & QKV_ALLOWS:
+                deny_columns(ws, 0, task.m, tile, tile + n)
+                continue
+        if not find_columns(call, task, ws, tile, n, step, whole, masks, how):
+            continue
         score_tile(call, task, ws, tile, n, step)
         # where no row is denied a key the product does with V what the formula does
         raw = how == AS_IT_IS or (how == EXACT and whole and not modifiers & QKV_EXCLUDES)

@@ -69,6 +69,7 @@ cdef struct Item:
     Py_ssize_t diagonal     # query i stands at key i + diagonal
     Py_ssize_t block, blocks, splits
     Py_ssize_t splits_per_task  # one after the other
+    uint8_t *looked      # [blocks, tiles], what the mask does there, or NULL: see look_at_tile
     bint use_dot_kernel  # dot products with the rows of K, no panels
     Py_ssize_t first_task, first_partial
 
@@ -108,6 +109,7 @@ cdef struct Plan:
     Py_ssize_t partials  # tasks of items with more than one split
     Py_ssize_t units     # blocks of rows that these tasks belong to
     Py_ssize_t tasks
+    Py_ssize_t looked    # bytes of what items remember of their masks
     Py_ssize_t stride    # from a task to the one that its worker most likely takes next
 
 
@@ -176,6 +178,7 @@ cdef struct Workspace:
     float *met           # [block, Dv], the sums of their codes
     Py_ssize_t *start    # [block], the first column of the tile that a group of rows needs,
     Py_ssize_t *end      # [block], and the end of them, 0 for none; at the group's first row
+    uint8_t *unmasked    # [block], whether the mask changes none of these; likewise
     uint8_t *packed      # [tiles], which tiles of the head are in panels
     qkv_row *rows        # [block]
     Py_ssize_t *head     # the head that panels belongs to, -1 for none

@@ -40,6 +40,10 @@ cdef extern from "kernels.h" nogil:
         QKV_KEEP
         QKV_EXCLUDES
 
+    enum:
+        QKV_ALLOWS
+        QKV_CHANGES
+
     ctypedef struct qkv_row:
         Py_ssize_t lo
         Py_ssize_t hi
@@ -84,6 +88,7 @@ cdef extern from "kernels.h" nogil:
         void (*softmax_tile)(float *s, Py_ssize_t lds, Py_ssize_t m, Py_ssize_t n,
                              Py_ssize_t first, const qkv_row *rows, float *max, float *sum,
                              float *factor) noexcept nogil
+        int (*look_at_mask)(const qkv_row *row, Py_ssize_t first, Py_ssize_t n) noexcept nogil
         void (*adjust)(float *s, Py_ssize_t n, Py_ssize_t first,
                        const qkv_row *row) noexcept nogil
         int (*scale_rows)(const float *x, Py_ssize_t ldx, const float *factor, float *y,
@@ -125,6 +130,9 @@ cdef extern from "kernels.h" nogil:
 
 
 cdef extern from "pool.h" nogil:
+    int qkv_byte(const uint8_t *x) noexcept
+    void qkv_set_byte(uint8_t *x, int value) noexcept
+
     ctypedef struct qkv_run:
         pass
     ctypedef void qkv_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil

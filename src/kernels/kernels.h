@@ -91,6 +91,10 @@ enum {
     QKV_EXCLUDES = QKV_BIAS | QKV_KEEP, /* those that may deny the row a key */
 };
 
+/* What the mask of a row does to some keys: it leaves one to be seen, and it changes one, which it
+   excludes or adds something to. */
+enum { QKV_ALLOWS = 1, QKV_CHANGES = 2 };
+
 /* The rules that a query row obeys on its way through the key tiles. */
 typedef struct {
     ptrdiff_t lo, hi;       /* keys lo <= j < hi are allowed by order, window, length */
@@ -196,6 +200,10 @@ typedef struct {
        s is written up to the next multiple of LANES. */
     void (*softmax_tile)(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, ptrdiff_t first,
                          const qkv_row *rows, float *max, float *sum, float *factor);
+
+    /* QKV_ALLOWS, QKV_CHANGES or both, for the keys first .. first + n - 1, n > 0, and a row that has one
+       of QKV_EXCLUDES. */
+    int (*look_at_mask)(const qkv_row *row, ptrdiff_t first, ptrdiff_t n);
 
     /* What a row's options make of the scores s[n] of the keys first .. first + n - 1: the first step
        of softmax_tile alone.  s is read and written up to the next multiple of LANES. */

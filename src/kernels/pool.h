@@ -2,7 +2,9 @@
 #ifndef QKV_POOL_H
 #define QKV_POOL_H
 
+#include <stdatomic.h>
 #include <stddef.h>
+#include <stdint.h>
 
 typedef struct qkv_run qkv_run;
 
@@ -28,6 +30,15 @@ int qkv_parallel_for(qkv_task *task, void *job, ptrdiff_t count, ptrdiff_t grain
 
 /* Whether the run was stopped; long tasks ask between tiles, and so let the caller poll. */
 int qkv_stopped(qkv_run *run, int worker);
+
+/* A byte that any thread may find unset, and set to what every other would: which of them did is all
+   the same. */
+static inline int qkv_byte(const uint8_t *x) {
+    return atomic_load_explicit((const _Atomic uint8_t *)x, memory_order_relaxed);
+}
+static inline void qkv_set_byte(uint8_t *x, int value) {
+    atomic_store_explicit((_Atomic uint8_t *)x, (uint8_t)value, memory_order_relaxed);
+}
 
 /* Results that any thread computes but that are taken in the order of their index, such as the parts
    of a split sum.  Only slots of them wait at a time: the slot of index is index % slots.

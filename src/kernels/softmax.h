@@ -83,6 +83,25 @@ static void adjust_row(float *s, ptrdiff_t n, ptrdiff_t first, const qkv_row *ro
     }
 }
 
+static int look_at_mask(const qkv_row *row, ptrdiff_t first, ptrdiff_t n) {
+    const ptrdiff_t start = first * row->mask_step, end = start + (row->mask_step ? n : 1);
+    int allows = 0, changes = 0;
+    if (row->modifiers & QKV_KEEP) {
+        uint8_t some = 0, every = UINT8_MAX; /* of these, compilers make instructions of many bytes */
+        for (ptrdiff_t j = start; j < end; j++) {
+            some |= row->keep[j];
+            every = MIN(every, row->keep[j]);
+        }
+        allows = some != 0;
+        changes = every == 0;
+    } else
+        for (ptrdiff_t j = start; j < end; j++) {
+            allows |= row->bias[j] != -INFINITY;
+            changes |= row->bias[j] != 0.0f;
+        }
+    return allows * QKV_ALLOWS | changes * QKV_CHANGES;
+}
+
 /* Up to VL rows at a time: their maxima and sums over the lanes are found in one tree each, and
    what follows from them is computed a row per lane. */
 static void softmax_tile(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, ptrdiff_t first,
