@@ -1,6 +1,7 @@
 """Attention on the CPU for NumPy arrays: softmax(Q Kᵀ / √D) V, small, fast, exact about masks."""
 
 from qkv_ext._core._backends import PerformanceWarning, backends
+from qkv_ext._core._block_mask import BlockMask
 from qkv_ext._core._config import show_config
 from qkv_ext._core._packed import PackedWeight
 from qkv_ext.attention import alibi_slopes, scaled_dot_product_attention, varlen_attention
@@ -16,6 +17,7 @@ from qkv_ext.tracing import trace, trace_cross, trace_self
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockMask",
     "KVCache",
     "MultiHeadAttention",
     "PackedWeight",

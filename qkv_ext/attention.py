@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from qkv_ext._core import _backends, _check, _rules
 from qkv_ext._core._backends import default_backend
+from qkv_ext._core._block_mask import BlockMask
 from qkv_ext._core._options import (
     ATTENTION,
     EXTRAS,
@@ -73,6 +74,9 @@ def scaled_dot_product_attention(
     sinks: ArrayLike | None = None,
     kv_lengths: ArrayLike | None = None,
     q_lengths: ArrayLike | None = None,
+    block_mask: BlockMask | None = None,
+    q_segments: ArrayLike | None = None,
+    kv_segments: ArrayLike | None = None,
     query_offset: ArrayLike | None = None,
     key_offset: int | np.integer[Any] = 0,
     layout: Literal["bhld", "blhd"] = "bhld",
@@ -130,6 +134,13 @@ def scaled_dot_product_attention(
         q_lengths on are padding: output 0, weights 0, lse -inf.  Keys from kv_lengths on are not
         even read (a mask that has to be converted is, as a whole).  Right-padded self-attention is
         q_lengths = kv_lengths = the lengths.
+    q_segments, kv_segments : integers (B, L) and (B, S), optional
+        A query sees the keys whose segment is equal to its own, such as the documents of a packed
+        sequence; no number is special.  (L,) and (S,) at rank 2.  q_segments is kv_segments by
+        default where L = S.  No mask is made of them.
+    block_mask : BlockMask, optional
+        Which blocks of keys each block of queries sees: see ``BlockMask``.  Like mask, segments and
+        blocks go by the places of rows in q and k, and a key is seen if everything allows it.
     query_offset : integer or integers (B,), optional
         The position of the first query, in place of what align says.
     key_offset : integer
@@ -198,7 +209,8 @@ def scaled_dot_product_attention(
         raise refuse(unknown, "scaled_dot_product_attention", ATTENTION)
     given = (
         mask, causal, align, scale, window, softcap, alibi_slopes, sinks, kv_lengths, q_lengths,
-        query_offset, key_offset, layout, return_weights, return_lse, out, threads, backend,
+        block_mask, q_segments, kv_segments, query_offset, key_offset, layout, return_weights,
+        return_lse, out, threads, backend,
     )  # fmt: skip
     # most calls give few options, and their arrays can often be taken as they are
     output = default_backend(backend).plain_attention(q, k, v, given, threads_of(threads))

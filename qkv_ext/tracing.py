@@ -182,7 +182,7 @@ def _is_row(problem: Problem) -> Any:
 
 
 def _order(problem: Problem) -> tuple[Array, Array]:
-    """(..., 1, L, S): the keys that lengths, causal and window allow, and how far each is behind.
+    """(..., H or 1, L, S): the keys that all but the mask allows, and how far each is behind.
 
     Both count from the first key of the array: query i stands at i + diagonal, key j at j.
     """
@@ -190,6 +190,9 @@ def _order(problem: Problem) -> tuple[Array, Array]:
     i, j = np.arange(problem.out.shape[-2])[:, None], np.arange(s)
     distance = i + _column(problem, _problem.DIAGONAL, problem.diagonal) - j
     there = _is_row(problem) & (j < _column(problem, _problem.K_LENGTH, s))
+    seen = _numpy.seen_keys(problem, ..., slice(None), slice(0, problem.out.shape[-2]))
+    if seen is not None:
+        there = there & seen
     return there & _numpy.in_order(problem.rules, distance), distance
 
 

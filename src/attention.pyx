@@ -336,7 +336,7 @@ cdef struct Fields:
     int q, k, v, mask, scale, diagonal, rules, out, weights, lse, threads, pages
 
 cdef struct RuleFields:
-    int left, right, softcap, slopes, sinks, spans
+    int left, right, softcap, slopes, sinks, spans, segments, blocks
 
 cdef Fields FIELD = {name: n for n, name in enumerate(_problem.Problem._fields)}
 cdef RuleFields RULE = {name: n for n, name in enumerate(_problem.Rules._fields)}
@@ -373,6 +373,13 @@ cdef int attend(problem, int isa) except -1:
         acquire(rules[RULE.slopes], &x.slopes, PyBUF_STRIDES)
         acquire(rules[RULE.sinks], &x.sinks, PyBUF_STRIDES)
         acquire(rules[RULE.spans], &x.spans, PyBUF_STRIDES)
+        if rules[RULE.segments] is not None:
+            of_q, of_k = <tuple> rules[RULE.segments]
+            acquire(of_q, &x.q_segments, PyBUF_STRIDES)
+            acquire(of_k, &x.k_segments, PyBUF_STRIDES)
+        if rules[RULE.blocks] is not None:
+            keep, call.rules.block_rows, call.rules.row.block = <tuple> rules[RULE.blocks]
+            acquire(keep, &x.blocks, PyBUF_STRIDES)
         if pages is not None:
             take_pages(&call, &x, pages)
         compute(&call, &x, given[FIELD.diagonal], None, given[FIELD.threads])

@@ -6,7 +6,8 @@ from libc.stdint cimport uint8_t
 from libc.string cimport memset
 
 from qkv_ext._core._kernels cimport (
-    LANES, QKV_ALLOWS, QKV_BIAS, QKV_EXCLUDES, QKV_KEEP, QKV_MINUS, TILE, qkv_row, stopped,
+    LANES, QKV_ALLOWS, QKV_BIAS, QKV_BLOCKS, QKV_EXCLUDES, QKV_KEEP, QKV_MINUS, QKV_SEGMENT, TILE,
+    qkv_is_kept, qkv_row, stopped,
 )
 
 from src.types cimport Call, MET, PENDING, SEEN, Task, Workspace
@@ -81,6 +82,9 @@ cdef inline void admit_row(const qkv_row *row, const float *weights, float *admi
         bias = row.bias + first * row.mask_step
         for j in range(lo, hi):
             admitted[j] = 0.0 if bias[j * row.mask_step] == -INFINITY else admitted[j]
+    if row.modifiers & (QKV_SEGMENT | QKV_BLOCKS):
+        for j in range(lo, hi):
+            admitted[j] = admitted[j] if qkv_is_kept(row, first + j) else 0.0
 
 
 cdef inline float met_by(float codes) noexcept nogil:

@@ -40,16 +40,19 @@ cdef inline Py_ssize_t tiles_of(const Item *item) noexcept nogil:
 
 cdef inline bint same_mask(const Item *item, const Item *other) noexcept nogil:
     """Whether what one remembers of its mask goes for the other."""
-    return (item.mask == other.mask and item.L == other.L and item.S == other.S
-            and item.diagonal == other.diagonal)
+    return (item.mask == other.mask and item.block_mask == other.block_mask
+            and item.q_segments == other.q_segments and item.L == other.L
+            and item.S == other.S and item.diagonal == other.diagonal)
 
 
 cdef inline void lay_looked(Call *call, uint8_t *memory) noexcept nogil:
-    """Room for what items remember of a mask that serves all heads; NULL tells how much it is."""
+    """Room for what items remember of masks that serve all heads; NULL tells how much it is."""
     cdef Py_ssize_t n
     cdef Item *item
     call.plan.looked = 0
-    if call.plan.items[0].mask == NULL or call.strides.mask.head != 0:
+    item = &call.plan.items[0]
+    if (item.mask == NULL and item.block_mask == NULL and item.q_segments == NULL
+            or call.strides.mask.head or call.strides.blocks.head):
         return
     for n in range(call.plan.count):
         item = &call.plan.items[n]

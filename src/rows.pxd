@@ -6,7 +6,7 @@ from libc.stdint cimport uint16_t, uint8_t
 from libc.string cimport memset
 
 from qkv_ext._core._kernels cimport (
-    QKV_BIAS, QKV_FLOAT32, QKV_KEEP, QKV_SLOPE, qkv_row, qkv_run, qkv_scaled, stopped,
+    QKV_BIAS, QKV_BLOCKS, QKV_FLOAT32, QKV_KEEP, QKV_SEGMENT, QKV_SLOPE, qkv_row, qkv_run, qkv_scaled, stopped,
 )
 
 from src.types cimport (
@@ -66,6 +66,13 @@ cdef inline void start_rows(const Call *call, const Task *task, Workspace *ws) n
             else:
                 row.bias = <const float *> mask_row
                 row.modifiers |= QKV_BIAS
+        if item.q_segments != NULL:
+            row.segment, row.segments = item.q_segments[i], item.k_segments
+            row.modifiers |= QKV_SEGMENT
+        if item.block_mask != NULL:
+            row.blocks = <const uint8_t *> row_at(item.block_mask, call.strides.blocks, h,
+                                                  i // call.rules.block_rows)
+            row.modifiers |= QKV_BLOCKS
         if item.weights != NULL:
             row.scores = <float *> row_at(item.weights, call.strides.weights, h, i)
 

@@ -1,11 +1,11 @@
 # cython: language_level=3, cdivision=True
 """The query rows of a task: which they are, what each may see, and what is to be done for it."""
 
-from libc.math cimport INFINITY, isfinite
+from libc.math cimport isfinite
 from libc.stdint cimport uint8_t
 
 from qkv_ext._core._kernels cimport (
-    QKV_ALLOWS, QKV_BIAS, QKV_CHANGES, QKV_EXCLUDES, QKV_KEEP, TILE, qkv_byte, qkv_magnitude, qkv_row,
+    QKV_ALLOWS, QKV_CHANGES, QKV_EXCLUDES, TILE, qkv_byte, qkv_is_kept, qkv_magnitude, qkv_row,
     qkv_set_byte,
 )
 
@@ -45,9 +45,7 @@ cdef inline Py_ssize_t contiguous_run(const Call *call, const Task *task,
 
 cdef inline bint allowed(const qkv_row *row, Py_ssize_t j) noexcept nogil:
     """Whether the row may see key j: the rules that softmax_tile applies, for one key."""
-    return (row.lo <= j < row.hi
-            and (not row.modifiers & QKV_KEEP or row.keep[j * row.mask_step])
-            and (not row.modifiers & QKV_BIAS or row.bias[j * row.mask_step] != -INFINITY))
+    return row.lo <= j < row.hi and qkv_is_kept(row, j)
 
 
 cdef inline bint sees_any(const qkv_row *row) noexcept nogil:
@@ -72,6 +70,13 @@ cdef inline void key_range(const qkv_row *rows, Py_ssize_t m, Py_ssize_t *lo,
             hi[0] = max(hi[0], rows[r].hi)
 
 
+cdef inline bint sees_as(const qkv_row *row, const qkv_row *other) noexcept nogil:
+    """Whether two rows have the same masks: in one segment or block, or where one is broadcast."""
+    return (row.lo == other.lo and row.hi == other.hi and row.keep == other.keep
+            and row.bias == other.bias and row.segment == other.segment
+            and row.blocks == other.blocks)
+
+
 cdef inline int look_at_masks(const Call *call, const qkv_row *rows, Py_ssize_t m,
                               Py_ssize_t first, Py_ssize_t n) noexcept nogil:
     """QKV_ALLOWS, QKV_CHANGES, both or neither: what the masks of m rows do to those keys."""
@@ -80,8 +85,7 @@ cdef inline int look_at_masks(const Call *call, const qkv_row *rows, Py_ssize_t 
     cdef int seen = 0
     for r in range(m):
         row = rows + r
-        if r and row.keep == row[-1].keep and row.bias == row[-1].bias and (
-                row.lo == row[-1].lo and row.hi == row[-1].hi):  # broadcast
+        if r and sees_as(row, row - 1):
             continue
         lo, hi = max(row.lo, first), min(row.hi, first + n)
         if lo < hi:

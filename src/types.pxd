@@ -17,7 +17,7 @@ Part of attention.pyx, as the other .pxd here are: each one cimports those befor
     exact      the rows whose numbers are not all finite
 """
 
-from libc.stdint cimport int64_t, uint8_t
+from libc.stdint cimport int32_t, int64_t, uint8_t
 
 from qkv_ext._core._kernels cimport qkv_kernels, qkv_sequencer, qkv_row, qkv_run
 
@@ -60,6 +60,9 @@ cdef struct Item:
     const char *v
     const int64_t *pages  # where a KVCache has its keys, or NULL: see keys.pxd
     const char *mask     # or NULL
+    const char *block_mask  # or NULL
+    const int32_t *q_segments  # [L] or NULL
+    const int32_t *k_segments  # [S]
     char *out
     char *weights        # or NULL
     char *lse            # or NULL
@@ -87,7 +90,7 @@ cdef struct Stride:
 
 
 cdef struct Strides:
-    Stride q, k, v, out, mask, weights, lse
+    Stride q, k, v, out, mask, blocks, weights, lse
 
 
 cdef struct Rules:
@@ -96,6 +99,7 @@ cdef struct Rules:
     qkv_row row          # what all rows have in common: start_rows fills in the rest
     const float *sinks   # [heads] or NULL
     bint bool_mask
+    Py_ssize_t block_rows  # of queries; row.block is that of keys
     bint large_scales    # of int8 keys: see overflows
 
 

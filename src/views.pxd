@@ -2,7 +2,7 @@
 """The arrays of a call, and what they say of it: its shape, its strides and its items."""
 
 from cpython.buffer cimport PyBuffer_IsContiguous, PyBuffer_Release, PyObject_GetBuffer
-from libc.stdint cimport int64_t
+from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memset
 
 from src.contract cimport (
@@ -13,6 +13,7 @@ from src.types cimport Call, Item, Stride
 
 cdef struct Views:
     Py_buffer q, k, v, mask, out, weights, lse, slopes, sinks, spans, table, first
+    Py_buffer blocks, q_segments, k_segments
 
 
 cdef inline int acquire(array, Py_buffer *view, int flags) except -1:
@@ -72,7 +73,7 @@ cdef inline void describe_arrays(Call *call, const Views *x) noexcept nogil:
     call.strides.q, call.strides.k = stride_of(&x.q, 2), stride_of(&x.k, 2)
     call.strides.v, call.strides.out = stride_of(&x.v, 2), stride_of(&x.out, 2)
     call.strides.mask, call.strides.weights = stride_of(&x.mask, 2), stride_of(&x.weights, 2)
-    call.strides.lse = stride_of(&x.lse, 1)
+    call.strides.lse, call.strides.blocks = stride_of(&x.lse, 1), stride_of(&x.blocks, 2)
     call.plan.count = 1
     for axis in range(x.out.ndim - 3):
         call.plan.count *= x.out.shape[axis]
@@ -102,6 +103,10 @@ cdef inline void describe_items(Call *call, const Views *x, Py_ssize_t diagonal)
             item.pages = (<const int64_t *> x.table.buf
                           + ADDRESSES * (<const int64_t *> x.first.buf)[owner])
         item.mask = item_ptr(&x.mask, &x.out, owner)
+        item.block_mask = item_ptr(&x.blocks, &x.out, owner)
+        if x.q_segments.buf != NULL:
+            item.q_segments = <const int32_t *> x.q_segments.buf + owner * x.q_segments.shape[1]
+            item.k_segments = <const int32_t *> x.k_segments.buf + owner * x.k_segments.shape[1]
         item.out = item_ptr(&x.out, &x.out, owner)
         item.weights = item_ptr(&x.weights, &x.out, owner)
         item.lse = item_ptr(&x.lse, &x.out, owner)

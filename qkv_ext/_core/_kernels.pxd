@@ -4,7 +4,7 @@
 The C side is documented in src/kernels/kernels.h and src/kernels/pool.h.
 """
 
-from libc.stdint cimport int8_t, uint8_t, uint16_t
+from libc.stdint cimport int8_t, int32_t, uint8_t, uint16_t
 
 
 cdef extern from "build.h":
@@ -38,6 +38,8 @@ cdef extern from "kernels.h" nogil:
         QKV_SLOPE
         QKV_BIAS
         QKV_KEEP
+        QKV_SEGMENT
+        QKV_BLOCKS
         QKV_EXCLUDES
 
     enum:
@@ -54,7 +56,13 @@ cdef extern from "kernels.h" nogil:
         Py_ssize_t position
         const float *bias
         const uint8_t *keep
+        const int32_t *segments
+        int32_t segment
+        const uint8_t *blocks
+        Py_ssize_t block
         float *scores
+
+    bint qkv_is_kept(const qkv_row *row, Py_ssize_t j) noexcept
 
     ctypedef struct qkv_norm:
         int kind

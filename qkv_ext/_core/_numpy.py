@@ -74,7 +74,7 @@ def _items(problem: Problem) -> Iterator[Problem]:
         queries = slice(q_start, q_start + q_length)
         keys = slice(k_start, k_start + k_length)
         index = np.unravel_index(item, lead)
-        mask, slopes = problem.mask, rules.slopes
+        mask, slopes, segments, blocks = problem.mask, rules.slopes, rules.segments, rules.blocks
         if mask is not None:  # its axes of length 1 stay: they broadcast
             cuts = (
                 c if m > 1 else slice(None)
@@ -83,13 +83,17 @@ def _items(problem: Problem) -> Iterator[Problem]:
             mask = own(mask, item, *cuts)
         if slopes is not None and len(slopes) > 1:
             slopes = slopes[n : n + 1]
+        if segments is not None:
+            segments = segments[0][n : n + 1, queries], segments[1][n : n + 1, keys]
+        if blocks is not None:
+            blocks = blocks._replace(keep=own(blocks.keep, item))
         yield problem._replace(
             q=own(problem.q, item, queries),
             k=own(problem.k, item, keys) if pages is None else pages.keys(item, k_length),
             v=own(problem.v, item, keys) if pages is None else pages.values(item, k_length),
             mask=mask,
             diagonal=diagonal,
-            rules=rules._replace(spans=None, slopes=slopes),
+            rules=rules._replace(spans=None, slopes=slopes, segments=segments, blocks=blocks),
             out=problem.out[index][:, queries],
             weights=None if problem.weights is None else problem.weights[index][:, queries, keys],
             lse=None if problem.lse is None else problem.lse[index][:, queries],
@@ -144,7 +148,11 @@ def _attend(problem: Problem, item: tuple[Any, ...], heads: slice, queries: slic
         sinks = problem.rules.sinks[all_heads].reshape(hkv, group, 1, 1)
 
     positions = np.arange(queries.start, queries.stop) + problem.diagonal
-    scores, allowed = _scores(problem, q, k, positions, mask, slopes)
+    seen = seen_keys(problem, item, all_heads, queries)
+    if seen is not None:
+        own, of_group = (1, 1) if seen.shape[-3] == 1 else (hkv, group)
+        seen = seen.reshape(*seen.shape[:-3], own, of_group, *seen.shape[-2:])
+    scores, allowed = _scores(problem, q, k, positions, mask, slopes, seen)
     weights, total, lse = _softmax(scores, allowed, sinks)
     output = _times_values(weights, total, allowed, v)
 
@@ -159,7 +167,7 @@ def _attend(problem: Problem, item: tuple[Any, ...], heads: slice, queries: slic
 
 
 def _scores(
-    problem: Problem, q: Array, k: Array, positions: Array, mask: Any, slopes: Any
+    problem: Problem, q: Array, k: Array, positions: Array, mask: Any, slopes: Any, seen: Any
 ) -> tuple[Array, Array | None]:
     """Scores, -inf for excluded keys, and which keys are allowed; None where all of them are.
 
@@ -168,10 +176,28 @@ def _scores(
     rules = problem.rules
     scores = np.matmul(q * q.dtype.type(problem.scale), k.swapaxes(-1, -2))
     distance = positions[:, None] - np.arange(k.shape[-2])  # how far a key lies behind a query
-    allowed = None
+    allowed = seen
     if distance.size == 0 or distance.max() > rules.left or -distance.min() > rules.right:
         allowed = in_order(rules, distance)
+        allowed = allowed if seen is None else allowed & seen
     return masked(capped(scores, rules), slopes, distance, mask, allowed)
+
+
+def seen_keys(problem: Problem, item: Any, heads: slice, queries: slice) -> Array | None:
+    """(..., H or 1, l, S): the keys that segments and blocks leave, or None for all."""
+    lead, s = problem.out.shape[:-3], problem.k.shape[-2]
+    segments, blocks = problem.rules.segments, problem.rules.blocks
+    seen = None
+    if segments is not None:
+        of_q, of_k = (x.reshape(*lead, 1, x.shape[-1])[item] for x in segments)
+        seen = of_q[..., queries, None] == of_k[..., None, :]
+    if blocks is not None:
+        keep = np.broadcast_to(blocks.keep, lead + blocks.keep.shape[-3:])[item]
+        keep = keep if keep.shape[-3] == 1 else keep[..., heads, :, :]
+        rows = np.arange(queries.start, queries.stop) // blocks.rows
+        keep = keep[..., rows, :][..., np.arange(s) // blocks.keys]
+        seen = keep if seen is None else seen & keep
+    return seen
 
 
 def capped(scores: Array, rules: Rules) -> Array:

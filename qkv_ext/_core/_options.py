@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from qkv_ext._core._block_mask import BlockMask
 from qkv_ext._core._unknown import refuse
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -59,6 +60,12 @@ class Options(VarlenOptions, total=False):
 
     mask: ArrayLike | None
     """True, or what is added to the scores, for a key that a query sees."""
+    block_mask: BlockMask | None
+    """Which blocks of keys each block of queries sees."""
+    kv_segments: ArrayLike | None
+    """Of which segment each key is: a query sees those of its own."""
+    q_segments: ArrayLike | None
+    """The same of each query; by default as kv_segments."""
     q_lengths: ArrayLike | None
     """How many queries of each item are there."""
     query_offset: ArrayLike | None
@@ -91,6 +98,9 @@ class Given(NamedTuple):
     sinks: Any = None
     kv_lengths: Any = None
     q_lengths: Any = None
+    block_mask: Any = None
+    q_segments: Any = None
+    kv_segments: Any = None
     query_offset: Any = None
     key_offset: Any = 0
     layout: Any = "bhld"

@@ -59,6 +59,14 @@ class Sizes(NamedTuple):
         return x[None] if self.rank > 2 else x[None, None]
 
 
+class Blocks(NamedTuple):
+    """A mask of blocks: query i sees key j where keep[..., i // rows, j // keys] is True."""
+
+    keep: Array  # bool, with the axes of a Problem's mask
+    rows: int
+    keys: int
+
+
 class Rules(NamedTuple):
     """What a score obeys beyond scale and mask; the same for every call that gives no option."""
 
@@ -68,6 +76,8 @@ class Rules(NamedTuple):
     slopes: Array | None = None  # float32 or float64, (items, H) or (1, H), items as in spans
     sinks: Array | None = None  # (H,)
     spans: Array | None = None  # int64 (items, COLUMNS), as below
+    segments: tuple[Array, Array] | None = None  # int32 (items, L) and (items, S)
+    blocks: Blocks | None = None
 
 
 PLAIN = Rules()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from qkv_ext._core import _arrays
+from qkv_ext._core import _arrays, _block_mask
 from qkv_ext._core._arrays import FLOAT32, Array, shown
 from qkv_ext._core._options import DEFAULT, Given
 from qkv_ext._core._problem import (
@@ -29,6 +29,7 @@ from qkv_ext._core._problem import (
 
 new = tuple.__new__  #: makes a NamedTuple in half the time
 MOST_HEADS = 1 << 20
+_SMALL = np.iinfo(np.int32)
 #: The options that a call without them has PLAIN or CAUSAL rules for: None, all of them.
 RULED = slice(Given._fields.index("window"), Given._fields.index("kv_lengths"))
 
@@ -129,6 +130,10 @@ def options(given: Given, sizes: Sizes) -> Scoring:
     else:
         diagonal, spans = _spans(given, sizes, bottom_right, key_offset)
         rules = rules if spans is None else rules._replace(spans=spans)
+    if given.kv_segments is not None or given.q_segments is not None:
+        rules = rules._replace(segments=_segments(given, sizes))
+    if given.block_mask is not None:
+        rules = rules._replace(blocks=_block_mask.checked(given.block_mask, sizes))
     mask = given.mask
     if mask is not None:
         mask = sizes.by_head(_arrays.mask(mask, (*sizes.rows, s), compute))
@@ -150,6 +155,42 @@ def _rules(given: Given, lead: tuple[int, ...], h: int, compute: np.dtype[Any]) 
     if sinks is not None:
         sinks = per_head(sinks, "sinks", ((h,),), compute)
     return Rules(left=left, right=right, softcap=cap, slopes=slopes, sinks=sinks)
+
+
+def _segments(given: Given, sizes: Sizes) -> tuple[Array, Array]:
+    """The segments of the queries and keys of every item, numbered in int32."""
+    batch = sizes.lead[:1]
+    if given.kv_segments is None:
+        raise ValueError("kv_segments is None, but q_segments is given; expected both")
+    of_q = given.q_segments
+    if of_q is None:
+        if sizes.length != sizes.s:
+            raise ValueError(
+                f"q_segments is None, and L = {sizes.length} is not S = {sizes.s}; expected those "
+                "of the queries"
+            )
+        of_q = given.kv_segments
+    named = {"q_segments": (of_q, sizes.length), "kv_segments": (given.kv_segments, sizes.s)}
+    arrays = []
+    for name, (value, n) in named.items():
+        array = integer_array(value, name, f"integers {(*batch, n)}")
+        if array.shape != (*batch, n):
+            raise ValueError(f"{name} has shape {array.shape}; expected {(*batch, n)}")
+        arrays.append(array.reshape(batch[0] if batch else 1, n))
+    if any(array.size and not _SMALL.min <= array.min() <= array.max() <= _SMALL.max
+           for array in arrays):  # fmt: skip
+        arrays = _numbered(arrays)
+    inner = math.prod(sizes.lead[1:])
+    of_queries, of_keys = (np.repeat(array.astype(np.int32), inner, 0) for array in arrays)
+    return of_queries, of_keys
+
+
+def _numbered(arrays: list[Array]) -> list[Array]:
+    """Numbers from 0 on that are equal where the integers are, of any dtype."""
+    every = np.concatenate([array.astype(object).ravel() for array in arrays])
+    numbers = np.unique(every, return_inverse=True)[1].reshape(-1)
+    cut = arrays[0].size
+    return [numbers[:cut].reshape(arrays[0].shape), numbers[cut:].reshape(arrays[1].shape)]
 
 
 def _align(bottom_right: bool, keys: Any, queries: Any) -> Any:

@@ -119,7 +119,10 @@ def values(given: Any, name: str, context: Array, context_name: str, layer: Proj
 
 
 #: Options of a call that a packed batch has no use for.
-_PADDED = ("mask", "q_lengths", "query_offset", "key_offset", "return_weights")
+_PADDED = (
+    "mask", "q_lengths", "block_mask", "q_segments", "kv_segments", "query_offset", "key_offset",
+    "return_weights",
+)  # fmt: skip
 
 
 def packed(

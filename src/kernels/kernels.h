@@ -88,10 +88,12 @@ enum {
     QKV_SLOPE = 2,
     QKV_BIAS = 4,
     QKV_KEEP = 8,
-    QKV_EXCLUDES = QKV_BIAS | QKV_KEEP, /* those that may deny the row a key */
+    QKV_SEGMENT = 16,
+    QKV_BLOCKS = 32,
+    QKV_EXCLUDES = QKV_BIAS | QKV_KEEP | QKV_SEGMENT | QKV_BLOCKS, /* that may deny the row a key */
 };
 
-/* What the mask of a row does to some keys: it leaves one to be seen, and it changes one, which it
+/* What the masks of a row do to some keys: it leaves one to be seen, and it changes one, which it
    excludes or adds something to. */
 enum { QKV_ALLOWS = 1, QKV_CHANGES = 2 };
 
@@ -105,6 +107,10 @@ typedef struct {
     ptrdiff_t position;     /* of the query on the axis of the keys */
     const float *bias;      /* float mask of the row, added to the score */
     const uint8_t *keep;    /* bool mask of the row, true keeps the key */
+    const int32_t *segments; /* of the keys: the row sees those of its own */
+    int32_t segment;
+    const uint8_t *blocks;  /* of so many keys each, true keeps those of a block */
+    ptrdiff_t block;
     float *scores;          /* where the row's final scores are kept for the weights; or NULL */
 } qkv_row;
 
@@ -165,6 +171,16 @@ static inline int qkv_norm_factor(qkv_norm_row *row, const qkv_norm *norm) {
     return 1;
 }
 
+/* Whether the masks of a row leave key j. */
+static inline int qkv_is_kept(const qkv_row *row, ptrdiff_t j) {
+    const int modifiers = row->modifiers;
+    return !(modifiers & QKV_EXCLUDES) ||
+           ((!(modifiers & QKV_KEEP) || row->keep[j * row->mask_step]) &&
+            (!(modifiers & QKV_BIAS) || row->bias[j * row->mask_step] != -INFINITY) &&
+            (!(modifiers & QKV_SEGMENT) || row->segments[j] == row->segment) &&
+            (!(modifiers & QKV_BLOCKS) || row->blocks[j / row->block]));
+}
+
 typedef struct {
     const char *name;
 
@@ -201,8 +217,8 @@ typedef struct {
     void (*softmax_tile)(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, ptrdiff_t first,
                          const qkv_row *rows, float *max, float *sum, float *factor);
 
-    /* QKV_ALLOWS, QKV_CHANGES or both, for the keys first .. first + n - 1, n > 0, and a row that has one
-       of QKV_EXCLUDES. */
+    /* QKV_ALLOWS, QKV_CHANGES or both, for the keys first .. first + n - 1 of a tile, n > 0, and a row
+       that has some of QKV_EXCLUDES. */
     int (*look_at_mask)(const qkv_row *row, ptrdiff_t first, ptrdiff_t n);
 
     /* What a row's options make of the scores s[n] of the keys first .. first + n - 1: the first step

@@ -52,11 +52,32 @@ static ALWAYS_INLINE vec distances(ptrdiff_t at) {
     return v_load(lanes);
 }
 
-/* What a score goes through beside the plain formula: softcap, ALiBi, float mask, bool mask.  Masks
+/* kept[n] is 0 for the keys of a tile that the row's segment and blocks deny it, and elsewhere what its
+   bool mask has or 1; then zeros up to the next multiple of LANES. */
+static void find_kept(const qkv_row *row, ptrdiff_t first, ptrdiff_t n, uint8_t *kept) {
+    if (row->modifiers & QKV_KEEP && row->mask_step)
+        memcpy(kept, row->keep + first, (size_t)n);
+    else
+        memset(kept, row->modifiers & QKV_KEEP ? *row->keep : 1, (size_t)n);
+    memset(kept + n, 0, (size_t)(ROUND_UP(n, LANES) - n));
+    if (row->modifiers & QKV_SEGMENT)
+        for (ptrdiff_t j = 0; j < n; j++)
+            kept[j] = row->segments[first + j] == row->segment ? kept[j] : 0;
+    if (row->modifiers & QKV_BLOCKS)
+        for (ptrdiff_t at = first, end; at < first + n; at = end) {
+            const ptrdiff_t b = at / row->block, rest = first + n - at;
+            end = at + MIN((b + 1) * row->block - at, rest);
+            if (!row->blocks[b]) memset(kept + (at - first), 0, (size_t)(end - at));
+        }
+}
+
+/* What a score goes through beside the plain formula: softcap, ALiBi, float mask, what is kept.  Masks
    are not read past column n. */
 static void adjust_row(float *s, ptrdiff_t n, ptrdiff_t first, const qkv_row *row) {
     const ptrdiff_t step = row->mask_step;
-    const int modifiers = row->modifiers;
+    const int modifiers = row->modifiers, parts = modifiers & (QKV_SEGMENT | QKV_BLOCKS);
+    uint8_t kept[TILE];
+    if (parts) find_kept(row, first, n, kept);
     for (ptrdiff_t j = 0; j < n; j += VL) {
         ptrdiff_t filled = MIN(VL, n - j);
         vec x = v_load(s + j);
@@ -70,7 +91,9 @@ static void adjust_row(float *s, ptrdiff_t n, ptrdiff_t first, const qkv_row *ro
             const float *bias = row->bias + (first + j) * step;
             x = v_bias(x, step ? v_load_n(bias, filled) : v_set1(*bias));
         }
-        if (modifiers & QKV_KEEP) {
+        if (parts) {
+            x = v_keep(x, kept + j);
+        } else if (modifiers & QKV_KEEP) {
             const uint8_t *keep = row->keep + (first + j) * step;
             uint8_t edge[VL] = {0};
             if (!step || filled < VL) {
@@ -83,23 +106,35 @@ static void adjust_row(float *s, ptrdiff_t n, ptrdiff_t first, const qkv_row *ro
     }
 }
 
+/* Of bytes, of which compilers make instructions on many. */
+static int look_at_bytes(const uint8_t *x, ptrdiff_t n) {
+    uint8_t some = 0, every = UINT8_MAX;
+    for (ptrdiff_t j = 0; j < n; j++) {
+        some |= x[j];
+        every = MIN(every, x[j]);
+    }
+    return (some ? QKV_ALLOWS : 0) | (every ? 0 : QKV_CHANGES);
+}
+
 static int look_at_mask(const qkv_row *row, ptrdiff_t first, ptrdiff_t n) {
-    const ptrdiff_t start = first * row->mask_step, end = start + (row->mask_step ? n : 1);
-    int allows = 0, changes = 0;
-    if (row->modifiers & QKV_KEEP) {
-        uint8_t some = 0, every = UINT8_MAX; /* of these, compilers make instructions of many bytes */
-        for (ptrdiff_t j = start; j < end; j++) {
-            some |= row->keep[j];
-            every = MIN(every, row->keep[j]);
-        }
-        allows = some != 0;
-        changes = every == 0;
-    } else
-        for (ptrdiff_t j = start; j < end; j++) {
+    const ptrdiff_t start = first * row->mask_step, count = row->mask_step ? n : 1;
+    int seen = QKV_ALLOWS, bias = 0;
+    if (row->modifiers & (QKV_SEGMENT | QKV_BLOCKS)) {
+        uint8_t kept[TILE];
+        find_kept(row, first, n, kept);
+        seen = look_at_bytes(kept, n);
+    } else if (row->modifiers & QKV_KEEP)
+        seen = look_at_bytes(row->keep + start, count);
+    if (row->modifiers & QKV_BIAS && seen & QKV_ALLOWS) {
+        int allows = 0, changes = 0;
+        for (ptrdiff_t j = start; j < start + count; j++) {
             allows |= row->bias[j] != -INFINITY;
             changes |= row->bias[j] != 0.0f;
         }
-    return allows * QKV_ALLOWS | changes * QKV_CHANGES;
+        bias = (allows ? QKV_ALLOWS : 0) | (changes ? QKV_CHANGES : 0);
+        seen = (seen & bias & QKV_ALLOWS) | ((seen | bias) & QKV_CHANGES);
+    }
+    return seen;
 }
 
 /* Up to VL rows at a time: their maxima and sums over the lanes are found in one tree each, and
