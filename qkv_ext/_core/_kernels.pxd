@@ -52,6 +52,12 @@ cdef extern from "kernels.h" nogil:
         const uint8_t *keep
         float *scores
 
+    enum:
+        QKV_RELU
+        QKV_GELU
+        QKV_GELU_TANH
+        QKV_SILU
+
     ctypedef struct qkv_norm:
         int kind
         int centered
@@ -84,6 +90,9 @@ cdef extern from "kernels.h" nogil:
         void (*softmax_tile)(float *s, Py_ssize_t lds, Py_ssize_t m, Py_ssize_t n,
                              Py_ssize_t first, const qkv_row *rows, float *max, float *sum,
                              float *factor) noexcept nogil
+        void (*epilogue)(float *c, Py_ssize_t ldc, const float *bias, int activation,
+                         const float *residual, Py_ssize_t ldr, Py_ssize_t m,
+                         Py_ssize_t n) noexcept nogil
         void (*adjust)(float *s, Py_ssize_t n, Py_ssize_t first,
                        const qkv_row *row) noexcept nogil
         int (*scale_rows)(const float *x, Py_ssize_t ldx, const float *factor, float *y,

@@ -104,6 +104,10 @@ typedef struct {
     float *scores;          /* where the row's final scores are kept for the weights; or NULL */
 } qkv_row;
 
+/* What is applied to each number of a product: max(x, 0); x Phi(x), with Phi the normal distribution;
+   the same by tanh, 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))); x / (1 + exp(-x)). */
+enum { QKV_RELU = 1, QKV_GELU, QKV_GELU_TANH, QKV_SILU };
+
 /* A layer norm of rows of n numbers, or an RMS norm where it is not centered. */
 typedef struct {
     int kind; /* of the rows and the result: QKV_FLOAT32, QKV_FLOAT16 or QKV_BFLOAT16 */
@@ -196,6 +200,11 @@ typedef struct {
        s is written up to the next multiple of LANES. */
     void (*softmax_tile)(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, ptrdiff_t first,
                          const qkv_row *rows, float *max, float *sum, float *factor);
+
+    /* c[m, n] ldc = activation(c + bias[n]) + residual[m, n] ldr, the end of a product: activation is 0 or
+       one of QKV_RELU, ..., and bias or residual may be NULL. */
+    void (*epilogue)(float *c, ptrdiff_t ldc, const float *bias, int activation,
+                     const float *residual, ptrdiff_t ldr, ptrdiff_t m, ptrdiff_t n);
 
     /* What a row's options make of the scores s[n] of the keys first .. first + n - 1: the first step
        of softmax_tile alone.  s is read and written up to the next multiple of LANES. */
