@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench.caches import STORAGE, Cached, CacheUse
 from bench.kinds import Attention, Beside, Case, Product, Softmax
-from bench.steps import Merge, Rotary
+from bench.steps import FeedForward, LayerNorm, Merge, RMSNorm, Rotary
 
 SETS = (
     "encoder", "causal", "decode", "cache", "gemm", "softmax", "options", "growth", "layer",
@@ -71,6 +71,13 @@ def gemm() -> tuple[Case, ...]:
                 rivals=("NumPy", "torch", "ORT"),
             )  # fmt: skip
             rows.append(one_thread(case) if shape == (2048, 4096, 4096) else case)
+    shape = (4096, 384, 1536)
+    plain = Product(name=f"packed {shape}", shape=shape, packed=True)
+    for name, residual in (("linear + gelu", False), ("linear + residual", True)):
+        rows.append(
+            FeedForward(name=f"{name} {shape}", sets=("gemm",), shape=shape, residual=residual,
+                        rivals=("NumPy", "torch"), beside=(Beside("product alone", plain),))
+        )  # fmt: skip
     return tuple(rows)
 
 
@@ -138,7 +145,14 @@ def layer() -> tuple[Case, ...]:
                     rivals=("NumPy",))  # fmt: skip
     merge = Merge(name="merge 8 parts", sets=("layer",), shape=(8, 1, 32, 2048, 128),
                   rivals=("NumPy",))  # fmt: skip
-    moving = (case.but(beside=(Beside("copy", case.but(copy=True)),)) for case in (rotary, merge))
+    norms = (
+        kind(name=f"{kind.kind} (32768, 1024)", sets=("layer",), shape=(32768, 1024),
+             rivals=("NumPy", "torch"))
+        for kind in (LayerNorm, RMSNorm)
+    )  # fmt: skip
+    moving = (
+        case.but(beside=(Beside("copy", case.but(copy=True)),)) for case in (rotary, merge, *norms)
+    )
     steps = (
         CacheUse(name=f"layer's step, E {8 * d}", sets=("layer", "overhead"), shape=(1, 8, 64, d),
                  use="layer", count=1)

@@ -1,4 +1,5 @@
-"""The kinds of case beside attention that a layer's step is made of: rotary embedding, and merging.
+"""The kinds of case beside attention that a layer is made of: rotary embedding, merging, norms, and
+the halves of a feed-forward layer.
 
 Large ones are measured in bytes read and written, each once; as fast as that can be is np.copyto of
 as many bytes on as many threads, which takes its turns beside them (``copy``).
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.kinds import Arrays, Case, Outputs
+from bench.kinds import Arrays, Case, Outputs, Product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,3 +115,81 @@ class Merge(Moving):
     def moved(self) -> float:
         n, *rest = self.shape
         return 4.0 * (n + 1) * (math.prod(rest) + math.prod(rest[:-1]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNorm(Moving):
+    """The layer norm of each row of x (rows, n)."""
+
+    shape: tuple[int, int]
+    kind = "layer_norm"
+
+    def inputs(self) -> Arrays:
+        rng = np.random.default_rng(7)
+        vectors = {name: rng.standard_normal(self.shape[1:], np.float32) for name in self.vectors}
+        return {"x": rng.standard_normal(self.shape, np.float32) + np.float32(0.5), **vectors}
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        return ("weight", "bias")
+
+    def formula(self, arrays: Arrays) -> np.ndarray:
+        x, weight, bias = (arrays[name].astype(np.float64) for name in ("x", "weight", "bias"))
+        x = self.sample((x,))
+        x -= x.mean(-1, keepdims=True)
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight + bias
+
+    def sample(self, outputs: Outputs) -> np.ndarray:
+        x = outputs[0]  # or what is copied
+        return x[:: max(1, len(x) // 3)].astype(np.float64)
+
+    def tiny(self) -> LayerNorm:
+        return self.but(shape=(3, min(self.shape[1], 130)))
+
+    @property
+    def moved(self) -> float:
+        rows, n = self.shape
+        return 4.0 * (2 * rows + len(self.vectors)) * n
+
+
+@dataclass(frozen=True, kw_only=True)
+class RMSNorm(LayerNorm):
+    """The root mean square norm of each row of x (rows, n)."""
+
+    kind = "rms_norm"
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        return ("weight",)
+
+    def formula(self, arrays: Arrays) -> np.ndarray:
+        x, weight = self.sample((arrays["x"],)), arrays["weight"].astype(np.float64)
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedForward(Product):
+    """gelu(X W), or X W + residual (M, N): the halves of a feed-forward layer, W packed before."""
+
+    residual: bool = False
+
+    @property
+    def operations(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("down",) if self.residual else ("up",)
+
+    def arrays(self) -> Arrays:
+        m, _, n = self.shape
+        more = {"residual": np.random.default_rng(8).standard_normal((m, n), np.float32)}
+        return {**super().arrays(), **(more if self.residual else {})}
+
+    def exact(self, arrays: Arrays) -> np.ndarray:
+        answer = super().exact(arrays)
+        if self.residual:
+            return answer + self.sample((arrays["residual"],))
+        erf = np.vectorize(math.erf, otypes=[np.float64])
+        return answer * 0.5 * (1 + erf(answer / math.sqrt(2)))
+
+    @property
+    def moved(self) -> float:
+        m, _, n = self.shape
+        return super().moved + (4.0 * m * n if self.residual else 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from numpy.typing import ArrayLike, NDArray
 
@@ -87,11 +87,13 @@ def linear_projection(
     w: ArrayLike | PackedWeight,
     b: ArrayLike | None = None,
     *,
+    activation: Literal["relu", "gelu", "gelu_tanh", "silu"] | None = None,
+    residual: ArrayLike | None = None,
     out: Array | None = None,
     threads: int | None = None,
     backend: str | None = None,
 ) -> Array:
-    """The projection ``X W + b``, such as Q = X W_Q.
+    """The projection ``activation(X W + b) + residual``; X W_Q, or half of a feed-forward layer.
 
     Parameters
     ----------
@@ -102,8 +104,19 @@ def linear_projection(
         ``w.T``.  A weight that serves many calls is best packed once, by ``pack_weight``.
     b : array (d_out,), optional
         The bias.
+    activation : {"relu", "gelu", "gelu_tanh", "silu"}, optional
+        What is applied to each number of X W + b, none by default::
+
+            relu       max(x, 0)
+            gelu       x Φ(x) = 0.5 x (1 + erf(x / √2))
+            gelu_tanh  0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³)))
+            silu       x / (1 + exp(-x))
+
+    residual : array (..., d_out), optional
+        What is added at the end, such as the x of a block; of the shape of the output, to which
+        nothing is broadcast.
     out : array (..., d_out), optional
-        Where to write the result; may be strided and may overlap an input.
+        Where to write the result; may be strided and may overlap an input, the residual too.
     threads, backend : optional
         As in ``matmul``.
 
@@ -114,14 +127,23 @@ def linear_projection(
     Raises
     ------
     TypeError
-        A dtype that is none of these, or several of them.
+        A dtype that is none of these, or several of them; an activation that is no string.
     ValueError
-        Shapes that do not fit, an out that cannot be written, an unknown backend.
+        Shapes that do not fit, an unknown activation, an out that cannot be written, an unknown
+        backend.
 
     Notes
     -----
-    Numerics are those of ``matmul``, the bias added last.  A packed weight gives the same bits as
-    the array it was made of.
+    Numerics are those of ``matmul``; bias, activation and residual follow on the sums, in this
+    order, while they are in the first cache.  A packed weight gives the same bits as the array it
+    was made of.  float16 and bfloat16 are rounded once, at the end.
+
+    With an activation the error rule is that of the plain formula: the largest error is at most
+    twice that of the float32 product with the activation of it, in the farthest order of its sums,
+    plus four units of rounding of the largest result.  By themselves, of a number that is given,
+    gelu and silu are within 9 units in the last place, below 0 too, where the formulas as they are
+    written lose all digits; gelu_tanh is within 3 where x > 0, and within 3e-5 of its result below.
+    (Results below 2^-119 are aside.)  At -inf all activations are 0, their limit, and NaN is NaN.
 
     Examples
     --------
@@ -129,16 +151,25 @@ def linear_projection(
     >>> x, w = np.ones((4, 8), "f4"), np.ones((8, 3), "f4")
     >>> qkv_ext.linear_projection(x, qkv_ext.pack_weight(w)).shape
     (4, 3)
+    >>> float(qkv_ext.linear_projection(x, w, activation="silu", residual=x[:, :3])[0, 0])
+    8.99731731414795
+
+    References
+    ----------
+    D. Hendrycks and K. Gimpel, "Gaussian Error Linear Units (GELUs)" (2016), which has silu too.
     """
     if out is None:  # most arrays can be taken as they are
         chosen = default_backend(backend)
         matrix, columns = w, 0
         if isinstance(w, PackedWeight) and w.dtype is FLOAT32:
             matrix, columns = w.panels, w.shape[1]
-        plain = chosen.plain_product(x, matrix, b, columns, 1, threads_of(threads))
+        plain = chosen.plain_product(
+            x, matrix, b, columns, 1, threads_of(threads), activation, residual
+        )
         if plain is not None:
             return cast(Array, plain)
-    output: Array = _backends.product(_check.linear(x, w, b, out, threads), backend)
+    checked = _check.linear(x, w, b, activation, residual, out, threads)
+    output: Array = _backends.product(checked, backend)
     return output
 
 

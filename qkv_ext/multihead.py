@@ -14,7 +14,7 @@ from qkv_ext._core._packed import PackedWeight, split
 from qkv_ext._core._threads import threads_of
 from qkv_ext._layers import _check_layer, _forward, _state_dict, _weights
 from qkv_ext._layers._check_layer import GivenRotary
-from qkv_ext._layers._forward import Sequences
+from qkv_ext._layers._forward import CALLED, Sequences, new
 from qkv_ext.cache import KVCache
 from qkv_ext.linear import pack_weight
 from qkv_ext.projected import ProjectedKV, Weight
@@ -22,6 +22,10 @@ from qkv_ext.projected import ProjectedKV, Weight
 Array = NDArray[Any]
 
 __all__ = ["MultiHeadAttention"]
+
+
+def _both(one: str, other: str) -> ValueError:
+    return ValueError(f"{one} and {other} are both given; expected one of them")
 
 
 class CallOptions(Options, total=False):
@@ -274,8 +278,9 @@ class MultiHeadAttention:
 
                 in_proj_weight, in_proj_bias, out_proj          torch.nn.MultiheadAttention
                 q_proj_weight, k_proj_weight, ... out_proj      the same with kdim or vdim
-                q_proj, k_proj, v_proj, o_proj or out_proj      Llama, Qwen, Gemma, OLMo 2, GPT-OSS,
-                                                                BART, Whisper, CLIP, DETR, ViT
+                q_proj, k_proj, v_proj, o_proj or out_proj      Llama, Qwen, Gemma 2 and 3, OLMo 2,
+                                                                GPT-OSS, BART, Whisper, CLIP, DETR,
+                                                                ViT
                 qkv_proj, o_proj                                Phi-3
                 c_attn, c_proj, q_attn                          GPT-2, weights (in, out)
                 query_key_value, dense                          GPT-NeoX, BLOOM, Falcon: order=
@@ -329,11 +334,16 @@ class MultiHeadAttention:
         layer) is not read.  Tables of rotary positions and causal masks are left out: they are
         options of the call.  ``sinks`` of GPT-OSS become the layer's.
 
-        What stands in a model's config alone no names tell.  Of the scale: query_pre_attn_scalar of
-        Gemma (its -1/2 power), scale_attn_by_inverse_layer_idx of GPT-2, attention_multiplier of
-        Granite; GPT-Neo's is 1.  Of the call: softcap (Gemma 2), window, alibi_slopes (BLOOM, MPT;
-        Falcon divides them by √D), rotary.  Norms without weights, and clip_qkv of MPT, are not
-        served; a LayerNorm without a bias (ESM C) has the names of an RMS norm.
+        What stands in a model's config or code alone no names tell.  Of the scale:
+        query_pre_attn_scalar of Gemma (its -1/2 power), scale_attn_by_inverse_layer_idx of GPT-2,
+        attention_multiplier of Granite; GPT-Neo's and Dia's is 1, Zamba's (D / 2)^(-1/2).  Of the
+        norms: 1 + w of Gemma and MiniMax M3.  Of the call: softcap (Gemma 2), window, alibi_slopes
+        (BLOOM, MPT; Falcon divides them by √D), rotary.
+
+        Not served, and not to be told by names: norms without weights (of V in Gemma 3n and 4),
+        norms of what goes into the projections (BLT), which in a square layer look like those of Q
+        and K, a LayerNorm without a bias (ESM C), clip_qkv of MPT, add_zero_attn of torch, and
+        what is outside of the module, as the position bias of SpeechT5.
 
         Examples
         --------
@@ -521,23 +531,23 @@ class MultiHeadAttention:
         """
         given = take(options, "MultiHeadAttention.__call__", PROJECTION, return_weights, return_lse)
         layer = self._layer
-        turned = GivenRotary(rotary, interleaved, rotary_dim, positions, rotary_sections)
-        exclusive = {"context": context, "kv": kv, "cache": cache}
-        one, *others = [name for name, x in exclusive.items() if x is not None] or [""]
-        if others:
-            raise ValueError(f"{one} and {others[0]} are both given; expected one of them")
+        turned = new(GivenRotary, (rotary, interleaved, rotary_dim, positions, rotary_sections))
+        if context is not None and (kv is not None or cache is not None):
+            raise _both("context", "cache" if kv is None else "kv")
         if cache is not None:
+            if kv is not None:
+                raise _both("kv", "cache")
             if not isinstance(cache, KVCache):
                 raise TypeError(f"cache is a {type(cache).__name__}; expected a KVCache")
             if cu_seqlens is not None or cu_seqlens_context is not None:
-                raise ValueError("cu_seqlens and cache are both given; expected one of them")
+                raise _both("cu_seqlens", "cache")
             return _forward.step(layer, x, value_context, cache, given, turned)
         tables = _check_layer.rotary(turned, layer)
         if kv is not None:
             if value_context is not None:
-                raise ValueError("value_context and kv are both given; expected one of them")
+                raise _both("value_context", "kv")
             kv = ProjectedKV(*_check_layer.projected_kv(kv, layer))
-        of = Sequences(x, context, value_context, kv, cu_seqlens, cu_seqlens_context)
+        of = new(Sequences, (x, context, value_context, kv, cu_seqlens, cu_seqlens_context, CALLED))
         return _forward.forward(layer, of, given, tables)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -395,10 +395,10 @@ cdef inline bint is_plain(array) noexcept:
 
 
 cdef int attend_rows(int isa, const Py_buffer *q, const Py_buffer *out, pages, list lengths,
-                     bint causal, double scale, int threads) except -1:
+                     bint causal, double scale, sinks, int threads) except -1:
     """Write out (B, H, L, Dv) for q (B, H, L, D), of contiguous rows and checked against the pages.
 
-    Items have so many keys there, and the last of them and the last query stand at one position.
+    scale may be NaN, for 1/√D, and sinks float32 (H,) or None.  Items have so many keys there, and the last of them and the last query stand at one position.
     """
     cdef Call call
     cdef Views x
@@ -406,6 +406,7 @@ cdef int attend_rows(int isa, const Py_buffer *q, const Py_buffer *out, pages, l
     memset(&x, 0, sizeof(Views))
     try:
         take_pages(&call, &x, pages)
+        acquire(sinks, &x.sinks, PyBUF_STRIDES)
         x.q, x.out = q[0], out[0]
         call.shape.S = max(lengths)
         call.ops = table(isa)
@@ -415,6 +416,7 @@ cdef int attend_rows(int isa, const Py_buffer *q, const Py_buffer *out, pages, l
     finally:
         PyBuffer_Release(&x.table)
         PyBuffer_Release(&x.first)
+        PyBuffer_Release(&x.sinks)
     return 0
 
 
@@ -439,7 +441,7 @@ cdef plain_attend(int isa, q, pages, bint causal, double scale, int threads):
             return None
         out = empty(q.shape if dv == d else (*q.shape[:3], dv), float32)
         PyObject_GetBuffer(out, &of_out, PyBUF_STRIDES | PyBUF_WRITABLE)
-        attend_rows(isa, &of_q, &of_out, pages, lengths, causal, scale, threads)
+        attend_rows(isa, &of_q, &of_out, pages, lengths, causal, scale, None, threads)
         return out
     finally:
         PyBuffer_Release(&of_q)

@@ -1,6 +1,6 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
 # cython: cdivision=True, freethreading_compatible=True
-"""Blocked matmul: out = a b + bias.
+"""Blocked matmul: out = activation(a b + bias) + residual.
 
     call      stacked products x blocks of rows x groups of column panels
       task      one of each
@@ -8,7 +8,8 @@
                   the task's columns of b are packed into panels of 64, unless they are already, or
                   few rows would use them
           block     192 rows of a: they stay in the second-level cache
-            panel     product of the block x 64 columns, register tile by register tile
+            panel     product of the block x 64 columns, register tile by register tile; after the
+                      last chunk what ends it, while it is in the first cache
 
 Each element is the same chain of operations whatever the block that it falls into.
 """
@@ -20,8 +21,9 @@ cimport cython
 from libc.string cimport memcpy, memset
 
 from qkv_ext._core._kernels cimport (
-    PANEL, TILE, parallel_for, qkv_build, qkv_enter_float_mode, qkv_float_mode, qkv_kernels,
-    qkv_leave_float_mode, qkv_run, release, scratch, stopped, table,
+    PANEL, QKV_GELU, QKV_GELU_TANH, QKV_RELU, QKV_SILU, TILE, parallel_for, qkv_build,
+    qkv_enter_float_mode, qkv_float_mode, qkv_kernels, qkv_leave_float_mode, qkv_prefetch, qkv_run,
+    release, scratch, stopped, table,
 )
 
 import numpy
@@ -35,6 +37,8 @@ cdef int MAX_NDIM = MOST_AXES
 cdef object float32 = numpy.dtype("float32")
 cdef object ndarray = numpy.ndarray
 cdef object empty = numpy.empty
+cdef dict CODES = {None: 0, "relu": QKV_RELU, "gelu": QKV_GELU, "gelu_tanh": QKV_GELU_TANH,
+                   "silu": QKV_SILU}
 
 
 cdef enum:
@@ -43,6 +47,7 @@ cdef enum:
     SOME_PANELS = 4      # a task that has to shrink gives up panels down to so many or less,
     FEW_ROWS = 384       # then rows down to so many or less, then panels again
     BLOCK = 192          # rows of a that meet all panels of a task before the next do
+    STRIP = 48           # of them, whose results are in the first cache when they are ended
     PACK_ROWS = 16       # from here on packing a panel of b pays
     COLUMNS = 16384      # of b, read in place, between two looks at the signals
     SMALL_WORK = 100000  # multiplications below which no other thread is woken up
@@ -53,6 +58,10 @@ cdef struct Call:
     Py_buffer a, b, out
     bint packed          # b is panels, not a matrix
     const float *bias    # [N] or NULL
+    int activation       # QKV_RELU, ... or 0
+    const float *residual  # [M, N] ldr or NULL; of one item
+    Py_ssize_t ldr
+    bint ends            # there is one of these
     Py_ssize_t M, N, K
     Py_ssize_t rows, row_blocks, panels, panel_groups, block
     float *workspaces    # per worker: panels [panels, TILE, PANEL], and ones [block]
@@ -125,20 +134,33 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
                     right = panels + (j - start) * TILE
                 else:
                     right = b + t * ldb + j
-                call.ops.product(a + i * lda + t, lda, right, step, out + i * ldo + j, ldo,
-                                 ones if t else NULL, rows, n, depth)
-                if call.bias != NULL and t + depth == call.K:
-                    add_bias(out + i * ldo + j, ldo, call.bias + j, rows, n)
+                if call.ends and t + depth == call.K:
+                    product_to_end(call, a + i * lda + t, lda, right, step, out + i * ldo + j, ldo,
+                                   ones if t else NULL, first + i, j, rows, n, depth)
+                else:
+                    call.ops.product(a + i * lda + t, lda, right, step, out + i * ldo + j, ldo,
+                                     ones if t else NULL, rows, n, depth)
 
 
-cdef void add_bias(float *out, Py_ssize_t ldo, const float *bias, Py_ssize_t rows,
-                   Py_ssize_t n) noexcept nogil:
-    cdef Py_ssize_t i, j
-    cdef float *row
-    for i in range(rows):
-        row = out + i * ldo
-        for j in range(n):
-            row[j] += bias[j]
+cdef inline void product_to_end(const Call *call, const float *a, Py_ssize_t lda, const float *b,
+                                Py_ssize_t ldb, float *out, Py_ssize_t ldo, const float *beta,
+                                Py_ssize_t row, Py_ssize_t column, Py_ssize_t m, Py_ssize_t n,
+                                Py_ssize_t k) noexcept nogil:
+    """out = activation(a b + beta out + bias) + residual, of a block that starts at that row and
+    column, a strip at a time."""
+    cdef const float *bias = NULL
+    cdef const float *residual = NULL
+    cdef Py_ssize_t i, s, rows
+    if call.bias != NULL:
+        bias = call.bias + column
+    for i from 0 <= i < m by STRIP:
+        rows = min(STRIP, m - i)
+        if call.residual != NULL:
+            residual = call.residual + (row + i) * call.ldr + column
+            for s in range(rows):  # they come while the strip is multiplied
+                qkv_prefetch(<const char *> (residual + s * call.ldr), n * sizeof(float))
+        call.ops.product(a + i * lda, lda, b, ldb, out + i * ldo, ldo, beta, rows, n, k)
+        call.ops.epilogue(out + i * ldo, ldo, bias, call.activation, residual, call.ldr, rows, n)
 
 
 cdef Py_ssize_t count_tasks(Call *call, Py_ssize_t items, Py_ssize_t panels) noexcept nogil:
@@ -151,6 +173,7 @@ cdef int run(Call *call, Py_ssize_t items, int threads) except -1:
     cdef double work = <double> items * call.M * call.N * max(call.K, 1)
     cdef Py_ssize_t panels = (call.N + PANEL - 1) // PANEL, tasks, i
     cdef int worker
+    call.ends = call.bias != NULL or call.activation or call.residual != NULL
     if work < SMALL_WORK:
         threads = 1
     call.pack = call.M >= PACK_ROWS and not call.packed
@@ -185,14 +208,15 @@ cdef int run(Call *call, Py_ssize_t items, int threads) except -1:
 
 
 cdef compute(int isa, problem):
-    """Write problem.out = a b + bias."""
+    """Write problem.out = activation(a b + bias) + residual."""
     cdef Call call
-    cdef Py_buffer bias_view
+    cdef Py_buffer bias_view, residual_view
     cdef Py_ssize_t items = 1, axis
-    a, b, packed, bias, out, threads = problem
+    a, b, packed, bias, out, threads, activation, residual = problem
     cdef qkv_float_mode found = qkv_enter_float_mode()
     memset(&call, 0, sizeof(Call))
     memset(&bias_view, 0, sizeof(Py_buffer))
+    memset(&residual_view, 0, sizeof(Py_buffer))
     try:
         PyObject_GetBuffer(a, &call.a, PyBUF_STRIDES)
         PyObject_GetBuffer(b, &call.b, PyBUF_STRIDES)
@@ -200,6 +224,10 @@ cdef compute(int isa, problem):
         if bias is not None:
             PyObject_GetBuffer(bias, &bias_view, PyBUF_STRIDES)
             call.bias = <const float *> bias_view.buf
+        if residual is not None:
+            PyObject_GetBuffer(residual, &residual_view, PyBUF_STRIDES)
+            call.residual, call.ldr = <const float *> residual_view.buf, row_stride(&residual_view)
+        call.activation = CODES[activation]
         call.ops = table(isa)
         call.packed = packed
         call.M = call.out.shape[call.out.ndim - 2]
@@ -214,6 +242,7 @@ cdef compute(int isa, problem):
         PyBuffer_Release(&call.b)
         PyBuffer_Release(&call.out)
         PyBuffer_Release(&bias_view)
+        PyBuffer_Release(&residual_view)
         qkv_leave_float_mode(found)
 
 
@@ -245,12 +274,28 @@ cdef void as_matrix(const Py_buffer *x, Py_ssize_t rows, Py_ssize_t columns, Mat
 
 
 cdef plain_product(int isa, a, b, bias, Py_ssize_t columns, int least, int threads):
-    """a b + bias where the arrays can be taken as they are, else None.
+    return plain_linear(isa, a, b, bias, columns, least, threads, None, None)
+
+
+cdef bint ends_alike(const Py_buffer *residual, const Py_buffer *a, Py_ssize_t N) noexcept nogil:
+    """Whether the residual has the shape of the result."""
+    cdef int axis
+    if residual.ndim != a.ndim or residual.shape[a.ndim - 1] != N:
+        return False
+    for axis in range(a.ndim - 1):
+        if residual.shape[axis] != a.shape[axis]:
+            return False
+    return True
+
+
+cdef plain_linear(int isa, a, b, bias, Py_ssize_t columns, int least, int threads, activation,
+                  residual):
+    """activation(a b + bias) + residual where the arrays can be taken as they are, else None.
 
     columns is N where b is panels, else 0; least is the rank that a has to have.
     """
     cdef Call call
-    cdef Py_buffer a_view, b_view, bias_view, out_view
+    cdef Py_buffer a_view, b_view, bias_view, residual_view, out_view
     cdef Matrix a_matrix, out_matrix
     cdef Py_ssize_t K, M, N
     cdef qkv_float_mode found = qkv_enter_float_mode()
@@ -258,9 +303,15 @@ cdef plain_product(int isa, a, b, bias, Py_ssize_t columns, int least, int threa
     memset(&a_view, 0, sizeof(Py_buffer))
     memset(&b_view, 0, sizeof(Py_buffer))
     memset(&bias_view, 0, sizeof(Py_buffer))
+    memset(&residual_view, 0, sizeof(Py_buffer))
     memset(&out_view, 0, sizeof(Py_buffer))
     try:
-        if not (take(a, &a_view) and take(b, &b_view) and (bias is None or take(bias, &bias_view))):
+        if activation is not None:
+            if type(activation) is not str or activation not in CODES:
+                return None
+            call.activation = CODES[activation]
+        if not (take(a, &a_view) and take(b, &b_view) and (bias is None or take(bias, &bias_view))
+                and (residual is None or take(residual, &residual_view))):
             return None
         if not least <= a_view.ndim <= MAX_NDIM or a_view.len == 0:
             return None
@@ -272,6 +323,10 @@ cdef plain_product(int isa, a, b, bias, Py_ssize_t columns, int least, int threa
             return None
         if bias is not None and not (bias_view.ndim == 1 and bias_view.shape[0] == N):
             return None
+        if residual is not None:
+            if not ends_alike(&residual_view, &a_view, N):
+                return None
+            call.residual, call.ldr = <const float *> residual_view.buf, N
         M = a_view.len // <Py_ssize_t> sizeof(float) // K
         out = empty((M, N) if a_view.ndim == 2 else (*a.shape[:a.ndim - 1], N), float32)
         PyObject_GetBuffer(out, &out_view, PyBUF_STRIDES | PyBUF_WRITABLE)
@@ -288,6 +343,7 @@ cdef plain_product(int isa, a, b, bias, Py_ssize_t columns, int least, int threa
         PyBuffer_Release(&a_view)
         PyBuffer_Release(&b_view)
         PyBuffer_Release(&bias_view)
+        PyBuffer_Release(&residual_view)
         PyBuffer_Release(&out_view)
         qkv_leave_float_mode(found)
 
@@ -306,6 +362,8 @@ cdef class Product:
         compute(self.isa, problem)
 
     @cython.binding(False)  # which takes a bound method less
-    def plain(self, a, b, bias, Py_ssize_t columns, int least, int threads):
-        """a b + bias where the arrays can be taken as they are, else None."""
-        return plain_product(self.isa, a, b, bias, columns, least, threads)
+    def plain(self, a, b, bias, Py_ssize_t columns, int least, int threads, activation=None,
+              residual=None):
+        """activation(a b + bias) + residual where the arrays can be taken as they are, else None.
+        """
+        return plain_linear(self.isa, a, b, bias, columns, least, threads, activation, residual)

@@ -9,6 +9,7 @@ check or a step of Python between.  _forward.py has the general way.
 from cpython.buffer cimport (
     PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
 )
+from libc.math cimport isnan
 from libc.string cimport memset
 
 cimport cython
@@ -165,8 +166,10 @@ cdef class Step:
         if (layer.plain is None or type(x) is not ndarray
                 or not is_simple(<tuple> given, &causal, &scale)):
             return None
-        (w, bias, n, k_start, v_start, w_o, bias_o, n_o, h, hkv, d, dv, q_norm, k_norm,
-         eps) = <tuple> layer.plain
+        (w, bias, n, k_start, v_start, w_o, bias_o, n_o, h, hkv, d, dv, q_norm, k_norm, eps,
+         own_scale, sinks) = <tuple> layer.plain
+        if own_scale is not None and isnan(scale):
+            scale = own_scale
         layout, lengths, _, _, _, _ = <tuple> pages
         _, _, heads, head_dim, v_dim = <tuple> layout
         shape = <tuple> x.shape
@@ -208,7 +211,8 @@ cdef class Step:
             side_by_side = empty((*shape[:len(shape) - 1], h * dv), float32)
             PyObject_GetBuffer(side_by_side, &of_heads, PyBUF_STRIDES | PyBUF_WRITABLE)
             lay_rows(&out, <char *> of_heads.buf, batch, h, length, dv, h * dv)
-            attend_rows(self.isa, &q.view, &out.view, pages, grown, causal, scale, threads)
+            attend_rows(self.isa, &q.view, &out.view, pages, grown, causal, scale, sinks,
+                        threads)
             if w_o is None:
                 return side_by_side, grown, large
             return (plain_product(self.isa, side_by_side, w_o, bias_o, n_o, 2, threads), grown,

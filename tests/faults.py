@@ -57,6 +57,8 @@ CALLS = {
         flat_q, flat_k, flat_k, cu_q, cu_k, causal=True, return_lse=True, **o),
     "matmul": lambda o: qkv_ext.matmul(q, k.swapaxes(2, 3)[:, [0, 0, 1, 1]], **o),
     "packed": lambda o: qkv_ext.linear_projection(x, packed, w[1, 0], **o),
+    "activation": lambda o: qkv_ext.linear_projection(
+        half[0, 0], half[0, 0, :16], activation="gelu", residual=half[0, 0], **o),
     "pack": lambda o: qkv_ext.linear_projection(x, qkv_ext.pack_weight(w[0])),
     "softmax": lambda o: qkv_ext.softmax(q, 1, **o),
     "layer": lambda o: layer(x, causal=True, return_lse=True, **o),

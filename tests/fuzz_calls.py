@@ -329,6 +329,10 @@ def linear(draw):
     x, w = draw.array([*lead, k], dtype), draw.array((k, n), dtype)
     b = None if draw.one_in(2) else draw.array((n,), dtype)
     options = {"out": draw.out([*lead, n], dtype, x)} if draw.one_in(3) else {}
+    if draw.one_in(2):
+        options["activation"] = draw.choice(["relu", "gelu", "gelu_tanh", "silu"])
+    if draw.one_in(3):
+        options["residual"] = draw.array([*lead, n], dtype)
     if draw.one_in(2) and dtype == np.float32:
         w = qkv_ext.pack_weight(w)
     return Call(qkv_ext.linear_projection, [x, w, b], options)

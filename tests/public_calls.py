@@ -138,7 +138,8 @@ CALLS = {  # the call, its arguments, and the kinds of those that are to be odd
                         {"outputs": "array", "lses": "array", "layout": "choice"} | COMPUTED),
     "matmul": (qkv_ext.matmul, {"a": W, "b": W}, {"a": "array", "b": "array"} | PRODUCT),
     "linear_projection": (qkv_ext.linear_projection, {"x": X, "w": W},
-                          {"x": "array", "w": "array", "b": "array"} | PRODUCT),
+                          dict.fromkeys(("x", "w", "b", "residual"), "array")
+                          | {"activation": "choice"} | PRODUCT),
     "pack_weight": (lambda **given: qkv_ext.pack_weight(**given).panels, {}, {"w": "array"}),
     "softmax": (qkv_ext.softmax, {"x": f32(2, 2, 3)}, {"x": "array", "axis": "integer"} | PRODUCT),
     "layer_norm": (qkv_ext.layer_norm, {"x": X, "weight": W[0]},
@@ -187,7 +188,7 @@ VALID = {
     "mask": np.float32([[0], [-np.inf], [1]]), "attn_mask": np.float32([[0, 1, 2]]),
     "alibi_slopes": f32(2), "sinks": f32(2), "kv_lengths": np.array([3]),
     "query_offset": np.array([1]), "q_lengths": np.array([2]), "key_offset": np.array(1),
-    "nonpad_kv_seqlen": np.array([2]),
+    "nonpad_kv_seqlen": np.array([2]), "residual": X,
     "positions": np.array([2, 0, 1]), "lengths": np.array([1, 2]), "before": np.array([1, 2]),
     "indices": np.array([1, 1, 0]), "context": X, "value_context": X, "x_enc_v": X, "w_o": W,
     "b": f32(8), "b_q": f32(8), "b_kv": f32(16), "b_qkv": f32(24), "b_o": f32(8), "bias": f32(8),

@@ -1,6 +1,7 @@
 """The bench counts and checks right; nothing here passes or fails by time."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from bench.caches import CacheUse  # noqa: E402
 from bench.kinds import Attention, Product, Skip, Softmax  # noqa: E402
 from bench.report import report  # noqa: E402
 from bench.rivals import RIVALS, matching, rival  # noqa: E402
-from bench.steps import Merge, Moving, Rotary  # noqa: E402
+from bench.steps import FeedForward, LayerNorm, Merge, Moving, RMSNorm, Rotary  # noqa: E402
 
 EVERY = [*cases.CASES, *(beside.case for case in cases.CASES for beside in case.beside)]
 
@@ -68,6 +69,10 @@ def test_exact_answers(case):
             options["window"] = (small.window - 1, 0)
         output, weights, _ = oracle.attention(*(arrays[x] for x in "qkv"), **options)
         whole = (output, weights) if small.weights else (output,)
+    elif isinstance(small, FeedForward):
+        y = arrays["x"].astype(np.float64) @ arrays["w"]
+        gelu = y / 2 * (1 + np.vectorize(math.erf)(y / 2**0.5))
+        whole = (y + arrays["residual"] if small.residual else gelu,)
     elif isinstance(small, Product):
         whole = (np.matmul(*(x.astype(np.float64) for x in arrays.values())),)
     elif isinstance(small, CacheUse):
@@ -84,6 +89,12 @@ def test_exact_answers(case):
         logs = arrays["lses"].astype(np.float64)
         weights = np.exp(logs - np.logaddexp.reduce(logs))
         whole = (np.einsum("n...,n...d->...d", weights, arrays["outputs"]),)
+    elif isinstance(small, LayerNorm):
+        x, weight = arrays["x"].astype(np.float64), arrays["weight"]
+        scaled = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+        if isinstance(small, RMSNorm):
+            scaled = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + 1e-6)
+        whole = (scaled * weight + arrays.get("bias", 0.0),)
     else:
         terms = np.exp(arrays["x"].astype(np.float64))
         whole = (terms / terms.sum(-1, keepdims=True),)
@@ -105,6 +116,10 @@ def test_work():
     assert (product.bound, product.work, product.moved) == ("fma", 60, 4 * (6 + 15 + 10))
     assert product.but(shape=(1, 3, 5)).work == 60  # bytes of the weight
     assert Softmax(name="", shape=(2, 3)).work == 48
+    assert FeedForward(name="", shape=(2, 3, 5)).moved == product.moved
+    assert FeedForward(name="", shape=(2, 3, 5), residual=True).moved == product.moved + 40
+    assert LayerNorm(name="", shape=(3, 5)).work == 4 * (2 * 15 + 2 * 5)  # weight and bias, too
+    assert RMSNorm(name="", shape=(3, 5)).work == 4 * (2 * 15 + 5)
     rotary = Rotary(name="", shape=(1, 2, 3, 4))
     assert (rotary.unit, rotary.work) == ("GB/s", 2 * 4 * 24 + 2 * 4 * 6)  # x, out, and the tables
     assert Merge(name="", shape=(5, 1, 2, 3, 4)).work == 6 * 4 * (24 + 6)

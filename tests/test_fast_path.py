@@ -44,6 +44,9 @@ CALLS = {
     "linear_projection packed": lambda **o: qkv_ext.linear_projection(
         x, qkv_ext.pack_weight(w), **o
     ),
+    "linear_projection activation": lambda **o: qkv_ext.linear_projection(
+        x, w, activation="gelu", residual=x, **o
+    ),
     "softmax": lambda **o: qkv_ext.softmax(x, **o),
 }  # fmt: skip
 

@@ -57,7 +57,7 @@ cache.append(long, long)
 halves = [x.astype(np.float16) for x in (q, k, k)]  # NumPy computes in the mode that it finds
 rotary = qkv_ext.rotary_tables(70, 40)
 tiny, steep, bias = k[0, 0].T * np.float32(1e-9), 60 * k, np.full(70, 1e-39, np.float32)
-ones = np.ones(40, np.float32)
+ones, residual = np.ones(40, np.float32), np.repeat(q, 2, axis=-1)[..., :70]
 SDPA = qkv_ext.scaled_dot_product_attention
 OPTIONS = {"threads": 2, "backend": BACKEND}
 
@@ -72,6 +72,8 @@ def results():
         cache.attend(long[:, :, :3], **OPTIONS),
         qkv_ext.matmul(small, tiny, **OPTIONS),
         qkv_ext.linear_projection(q, w, bias, **OPTIONS),
+        *(qkv_ext.linear_projection(q, w, activation=name, residual=residual, **OPTIONS)
+          for name in ("gelu", "gelu_tanh", "silu")),
         qkv_ext.softmax(steep, **OPTIONS),
         qkv_ext.softmax(steep, axis=0, **OPTIONS),
         qkv_ext.apply_rotary(small, *rotary, **OPTIONS),

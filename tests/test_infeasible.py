@@ -41,6 +41,8 @@ CALLS = {
     "matmul, K": lambda **rest: qkv_ext.matmul(
         broadcast(2**20, 2**45), broadcast(2**45, 4), **rest),
     "linear": lambda **rest: qkv_ext.linear_projection(nothing(2**50, 0), nothing(0, 3), **rest),
+    "residual": lambda **rest: qkv_ext.linear_projection(
+        nothing(2**50, 0), nothing(0, 3), residual=broadcast(2**50, 3), **rest),
     "softmax": lambda **rest: qkv_ext.softmax(nothing(2**60, 0), **rest),
     "softmax, axis": lambda **rest: qkv_ext.softmax(nothing(2**40, 0), axis=0, **rest),
     "merge": lambda **rest: qkv_ext.merge_attention(

@@ -124,8 +124,7 @@ FUNCTION = {
          '    "double": (qkv_ext.double, {"x": W}, {"x": "array"}),\n'),
     ],
     "tests/test_docs.py": [('PLAIN = ("alibi_slopes", "backends", ', '"double", ')],
-    "tests/test_signatures.py": [('    "linear_projection": "x, w, b=None, out=None!, '
-                                  'threads=None!, backend=None!",\n', '    "double": "x",\n')],
+    "tests/test_signatures.py": [('    "pack_weight": "w",\n', '    "double": "x",\n')],
 }  # fmt: skip
 
 

@@ -71,7 +71,7 @@ SIGNATURES = {
         "**options"
     ),
     "layer_norm": "x, weight, bias=None, eps=1e-05!, out=None!, threads=None!, backend=None!",
-    "linear_projection": "x, w, b=None, out=None!, threads=None!, backend=None!",
+    "linear_projection": f"x, w, b=None, activation=None!, residual=None!, {LAST}",
     "matmul": "a, b, out=None!, threads=None!, backend=None!",
     "merge_attention": "outputs, lses, layout='bhld'!, threads=None!, backend=None!",
     "pack_weight": "w",

@@ -275,7 +275,8 @@ def test_albert(name, prefix, backend, rng):
     at = prefix if prefix in ("", "ends.") else f"{prefix}."
     w, b, names = drawn_layer(rng, ("query", "key", "value", name))
     names |= draw(rng, LayerNorm__weight=(12,), LayerNorm__bias=(12,))
-    layer = from_state_dict(under(at, names), prefix, 4)
+    scale = {"scale": (len(w["q"]) // 4) ** -0.5} if name == "output" else {}
+    layer = from_state_dict(under(at, names), prefix, 4, **scale)
     x = rng.standard_normal((3, 5, 12), np.float32)
     assert_layer(layer, x, w, b, (4, 2), backend)
     assert "w_o=True, biases=('b_q', 'b_k', 'b_v', 'b_o')" in repr(layer)

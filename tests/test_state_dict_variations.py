@@ -18,6 +18,19 @@ def linear(**shapes):
     return {f"{name}.weight": f32(*shape) for name, shape in shapes.items()}
 
 
+def less(mapping, name):
+    return {key: x for key, x in mapping.items() if key != name}
+
+
+class NoArray:
+    """A tensor that NumPy is refused, as one is that requires a gradient."""
+
+    shape = (1, 1, 4, 4)
+
+    def __array__(self, *args, **kwargs):
+        raise RuntimeError("can't be read")
+
+
 LLAMA = linear(q_proj=(32, 12), k_proj=(16, 12), v_proj=(16, 12), o_proj=(12, 32))  # H 4, Hkv 2
 NORMS = linear(q_norm=(8,), k_norm=(8,))
 PHI3 = linear(qkv_proj=(64, 12), o_proj=(12, 32))
@@ -27,10 +40,7 @@ CROSS = linear(q_attn=(32, 32), c_attn=(32, 64), c_proj=(32, 32))
 T5 = linear(q=(32, 12), k=(32, 12), v=(32, 12), o=(12, 32))
 TORCH = {"in_proj_weight": f32(96, 32)} | linear(out_proj=(32, 32))
 EPS = {"norm_eps": 1e-6}
-
-
-def less(mapping, name):
-    return {key: x for key, x in mapping.items() if key != name}
+NEO = less(LLAMA, "o_proj.weight") | linear(out_proj=(12, 32)) | {"out_proj.bias": f32(12)}
 
 
 REFUSED = {  # mapping, options, what is said
@@ -80,6 +90,14 @@ REFUSED = {  # mapping, options, what is said
         {f"attn.attention.{name}": x for name, x in
          (less(LLAMA, "o_proj.weight") | linear(out_proj=(12, 32))).items()},
         {}, "scale is None, .*GPT-Neo's is 1"),
+    "GPT-Neo's own module, without scale": (NEO, {}, "scale is None, .*GPT-Neo's is 1"),
+    "GPT-Neo's attention, without scale": (
+        {f"attention.{name}": x for name, x in NEO.items()}, {}, "scale is None, .*GPT-Neo's is 1"),
+    "Pix2Struct without scale": (
+        linear(query=(32, 12), key=(32, 12), value=(32, 12), output=(12, 32)), {},
+        "scale is None, .*Pix2Struct's is 1"),
+    "an offset beyond float32": (LLAMA | NORMS, {"norm_offset": 1e39} | EPS, "norm_offset is 1e"),
+    "a mask that is not to be read": (GPT2 | {"bias": NoArray()}, {}, "bias"),
     "LoRA": (LLAMA | {"q_proj.lora_A.weight": f32(4, 12)}, {}, "adapters are to be merged"),
     "scales of FP8": (LLAMA | {"q_proj.weight_scale_inv": f32(1)}, {}, "quantised weights"),
     "GPTQ": (NEOX | {"query_key_value.qweight": f32(4, 4)}, {"order": "qkv"}, "quantised weights"),
@@ -101,6 +119,31 @@ def test_refused(prefix, mapping, options, message):
     with pytest.raises((ValueError, TypeError)) as caught:
         from_state_dict(mapping, prefix, **({"num_heads": 4} | options))
     assert re.search(message, str(caught.value).replace(at, ""))
+
+
+def test_blt():
+    """Its norms stand before the projections; in a square layer their shapes do not tell."""
+    square = {f"{part}_proj.weight": f32(32, 32) for part in "qkvo"} | linear(
+        q_norm=(32,), k_norm=(32,)
+    )
+    prefix = "model.local_decoder.cross_attn_layers.1"
+    names = {f"{prefix}.{name}": x for name, x in square.items()}
+    with pytest.raises(ValueError, match="BLT, whose names these are"):
+        from_state_dict(names, prefix, 4, norm_eps=1e-5)
+
+
+def test_block_with_two(rng):
+    """A block of GPT-2 may have attention to a context too: its prefix means the one to itself."""
+    own, cross, x = GPT2, CROSS, rng.standard_normal((5, 32), np.float32)
+    block = {f"h.0.attn.{name}": w for name, w in own.items()} | {
+        f"h.0.crossattention.{name}": w for name, w in cross.items()
+    }
+    np.testing.assert_array_equal(
+        from_state_dict(block, "h.0", 4)(x), from_state_dict(own, "", 4)(x)
+    )
+    np.testing.assert_array_equal(
+        from_state_dict(block, "h.0.crossattention", 4)(x), from_state_dict(cross, "", 4)(x)
+    )
 
 
 def separate(w, b, order, h, hkv, d):

@@ -427,6 +427,23 @@ def test_the_readme_s_linear(backend, rng):
         qkv_ext.linear_projection(x, linear.weight.T, backend=backend)
 
 
+@pytest.mark.parametrize(
+    ("activation", "theirs"),
+    [("relu", torch.relu), ("gelu", torch.nn.functional.gelu), ("silu", torch.nn.functional.silu),
+     ("gelu_tanh", lambda x: torch.nn.functional.gelu(x, approximate="tanh"))],
+)  # fmt: skip
+def test_half_of_a_feed_forward_layer(activation, theirs, backend, rng):
+    linear = torch.nn.Linear(12, 70)
+    x, residual = torch.from_numpy(rng.standard_normal((40, 12), np.float32)), torch.randn(40, 70)
+    weight, bias = linear.weight.detach().T, linear.bias.detach()
+    for scale in (1, 100):
+        expected = (theirs(linear(scale * x)) + residual).detach()
+        actual = qkv_ext.linear_projection(
+            scale * x, weight, bias, activation=activation, residual=residual, backend=backend
+        )
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=2e-6 * scale)
+
+
 def test_numbers_and_integers_of_torch(backend):
     x = np.random.default_rng(0).standard_normal((1, 2, 3, 4), np.float32)
     expected = sdpa(x, x, x, scale=0.5, softcap=2.0, query_offset=1, backend=backend)

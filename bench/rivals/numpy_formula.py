@@ -9,7 +9,7 @@ import numpy as np
 
 from bench.kinds import Arrays, Attention, Product, Softmax
 from bench.rivals.base import Prepared, Rival, allowed, room_for_scores
-from bench.steps import Merge, Rotary
+from bench.steps import FeedForward, LayerNorm, Merge, RMSNorm, Rotary
 
 
 def rows_softmax(scores: np.ndarray) -> np.ndarray:
@@ -79,6 +79,50 @@ class NumPyFormula(Rival):
             return (np.exp(lses - lse)[..., None] * outputs).sum(axis=0), lse
 
         return Prepared(call, tuple)
+
+    def up(self, case: FeedForward, arrays: Arrays) -> Prepared:
+        """NumPy has no erf: gelu by tanh, off by less than 5e-4."""
+        x, w = arrays["x"], arrays["w"]
+        root = np.float32(math.sqrt(2 / math.pi))
+
+        def call() -> np.ndarray:
+            y = x @ w
+            t = np.tanh(root * (y + np.float32(0.044715) * (y * y * y)))
+            return np.float32(0.5) * y * (1 + t)
+
+        return Prepared(call)
+
+    def down(self, case: FeedForward, arrays: Arrays) -> Prepared:
+        x, w, residual = (arrays[name] for name in ("x", "w", "residual"))
+
+        def call() -> np.ndarray:
+            y = x @ w
+            y += residual
+            return y
+
+        return Prepared(call)
+
+    def layer_norm(self, case: LayerNorm, arrays: Arrays) -> Prepared:
+        x, weight, bias = (arrays[name] for name in ("x", "weight", "bias"))
+
+        def call() -> np.ndarray:
+            y = x - x.mean(-1, keepdims=True)
+            y /= np.sqrt(np.square(y).mean(-1, keepdims=True) + np.float32(1e-5))
+            y *= weight
+            y += bias
+            return y
+
+        return Prepared(call)
+
+    def rms_norm(self, case: RMSNorm, arrays: Arrays) -> Prepared:
+        x, weight = arrays["x"], arrays["weight"]
+
+        def call() -> np.ndarray:
+            y = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + np.float32(1e-6))
+            y *= weight
+            return y
+
+        return Prepared(call)
 
     def softmax(self, case: Softmax, arrays: Arrays) -> Prepared:
         return Prepared(partial(out_of_place, arrays["x"]))

@@ -13,7 +13,7 @@ import qkv_ext
 from bench.caches import Cached, CacheUse
 from bench.kinds import Arrays, Attention, Case, Product, Softmax
 from bench.rivals.base import Prepared, Rival
-from bench.steps import Merge, Rotary
+from bench.steps import FeedForward, LayerNorm, Merge, RMSNorm, Rotary
 
 
 class Own(Rival):
@@ -50,6 +50,24 @@ class Own(Rival):
         weight = qkv_ext.pack_weight(arrays["w"])
         call = partial(qkv_ext.linear_projection, arrays["x"], weight, **self._run(case))
         return Prepared(call)
+
+    def up(self, case: FeedForward, arrays: Arrays) -> Prepared:
+        call: Any = self.packed(case, arrays).call
+        return Prepared(partial(call, activation="gelu"))
+
+    def down(self, case: FeedForward, arrays: Arrays) -> Prepared:
+        call: Any = self.packed(case, arrays).call
+        return Prepared(partial(call, residual=arrays["residual"]))
+
+    def layer_norm(self, case: LayerNorm, arrays: Arrays) -> Prepared:
+        x, weight, bias = (arrays[name] for name in ("x", "weight", "bias"))
+        out, run = np.empty_like(x), self._run(case)
+        return Prepared(partial(qkv_ext.layer_norm, x, weight, bias, out=out, **run))
+
+    def rms_norm(self, case: RMSNorm, arrays: Arrays) -> Prepared:
+        x, weight = arrays["x"], arrays["weight"]
+        out, run = np.empty_like(x), self._run(case)
+        return Prepared(partial(qkv_ext.rms_norm, x, weight, out=out, **run))
 
     def softmax(self, case: Softmax, arrays: Arrays) -> Prepared:
         x: np.ndarray = arrays["x"]

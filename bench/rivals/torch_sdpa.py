@@ -1,4 +1,4 @@
-"""torch on its CPU: scaled_dot_product_attention, linear, softmax."""
+"""torch on its CPU: scaled_dot_product_attention, linear, softmax, gelu, norms."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from bench.kinds import Arrays, Attention, Outputs, Product, Softmax
 from bench.rivals.base import Prepared, Rival, allowed, fold, grouped
+from bench.steps import FeedForward, LayerNorm, RMSNorm
 
 
 def tensor(x: np.ndarray) -> Any:
@@ -67,6 +68,25 @@ class Torch(Rival):
         """linear, with the weight (N, K) that it wants."""
         x, w = tensor(arrays["x"]), tensor(np.ascontiguousarray(arrays["w"].T))
         return Prepared(partial(torch.nn.functional.linear, x, w), to_numpy)
+
+    def up(self, case: FeedForward, arrays: Arrays) -> Prepared:
+        product: Any = self.product(case, arrays).call
+        return Prepared(lambda: torch.nn.functional.gelu(product()), to_numpy)
+
+    def down(self, case: FeedForward, arrays: Arrays) -> Prepared:
+        product: Any = self.product(case, arrays).call
+        residual = tensor(arrays["residual"])
+        return Prepared(lambda: product().add_(residual), to_numpy)
+
+    def layer_norm(self, case: LayerNorm, arrays: Arrays) -> Prepared:
+        x, weight, bias = (tensor(arrays[name]) for name in ("x", "weight", "bias"))
+        norm = torch.nn.functional.layer_norm
+        return Prepared(partial(norm, x, weight.shape, weight, bias), to_numpy)
+
+    def rms_norm(self, case: RMSNorm, arrays: Arrays) -> Prepared:
+        x, weight = tensor(arrays["x"]), tensor(arrays["weight"])
+        norm = torch.nn.functional.rms_norm
+        return Prepared(partial(norm, x, weight.shape, weight, 1e-6), to_numpy)
 
     def softmax(self, case: Softmax, arrays: Arrays) -> Prepared:
         return Prepared(partial(torch.softmax, tensor(arrays["x"]), -1), to_numpy)

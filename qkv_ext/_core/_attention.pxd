@@ -3,4 +3,4 @@
 
 cdef bint is_simple(tuple given, bint *causal, double *scale)
 cdef int attend_rows(int isa, const Py_buffer *q, const Py_buffer *out, pages, list lengths,
-                     bint causal, double scale, int threads) except -1
+                     bint causal, double scale, sinks, int threads) except -1

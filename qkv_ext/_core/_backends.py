@@ -54,7 +54,8 @@ class Backend(NamedTuple):
     plain_append: Callable[..., Any] = _nothing  # (k, v, pages, until, threads)
     plain_attend: Callable[..., Any] = _nothing  # (q, pages, given, threads)
     plain_step: Callable[..., Any] = _nothing  # of src/step.pyx, a layer's decode step
-    plain_product: Callable[..., Any] = _nothing  # (a, b, bias, columns of panels, rank, threads)
+    plain_product: Callable[..., Any] = _nothing
+    # (a, b, bias, columns of panels, rank, threads), and of linear_projection activation, residual
     plain_softmax: Callable[..., Any] = _nothing  # (x, threads)
     plain_rotary: Callable[..., Any] = _nothing  # the arguments of apply_rotary, but for backend
     plain_merge: Callable[..., Any] = _nothing  # (outputs, lses, threads)

@@ -324,7 +324,9 @@ def matmul(a: Any, b: Any, out: Any, threads: Any) -> Checked[Product]:
     return problem, (output,), copies
 
 
-def linear(x: Any, w: Any, b: Any, out: Any, threads: Any) -> Checked[Product]:
+def linear(
+    x: Any, w: Any, b: Any, activation: Any, residual: Any, out: Any, threads: Any
+) -> Checked[Product]:
     """Check a call of linear_projection."""
     x = operand(x, "x", 1)
     if not isinstance(w, PackedWeight):
@@ -341,10 +343,28 @@ def linear(x: Any, w: Any, b: Any, out: Any, threads: Any) -> Checked[Product]:
         if b.shape != (d_out,):
             raise ValueError(f"b has shape {b.shape}; expected ({d_out},), the d_out of w")
         same_dtype(x=x, b=b)
-    return product(x, w, b, out, threads_of(threads))
+    if activation is not None:
+        activation = _arrays.choice(activation, "activation", _problem.ACTIVATIONS)
+    if residual is not None:
+        residual = operand(residual, "residual", 1)
+        shape = (*x.shape[:-1], d_out)
+        if residual.shape != shape:
+            raise ValueError(
+                f"residual has shape {residual.shape}; expected {shape}, that of the output"
+            )
+        same_dtype(x=x, residual=residual)
+    return product(x, w, b, out, threads_of(threads), activation, residual)
 
 
-def product(x: Array, w: Any, b: Array | None, out: Any, threads: int) -> Checked[Product]:
+def product(
+    x: Array,
+    w: Any,
+    b: Array | None,
+    out: Any,
+    threads: int,
+    activation: str | None = None,
+    residual: Array | None = None,
+) -> Checked[Product]:
     """The inner door of linear_projection: all but out is checked already."""
     packed = isinstance(w, PackedWeight)
     d_in, d_out = w.shape
@@ -353,14 +373,16 @@ def product(x: Array, w: Any, b: Array | None, out: Any, threads: int) -> Checke
     if products >= _arrays.MOST_PRODUCTS:
         raise _arrays.infeasible(f"x and w have shapes {x.shape} and {w.shape}", products)
     weight = w.panels if packed else w
-    output, target, copies = _result(out, shape, x.dtype, x, weight, b)
+    output, target, copies = _result(out, shape, x.dtype, x, weight, b, residual)
     rows = math.prod(x.shape[:-1])
     flat = target.reshape(rows, d_out)
     if flat.size and not np.may_share_memory(flat, target):  # no single stride reaches its rows
         copies = ((output, flat.reshape(shape)),)
     b = None if b is None else _computed(b)
     x = _computed(x).reshape(rows, d_in)
-    fields = x, _computed(weight), packed, b, flat, threads
+    if residual is not None:
+        residual = _computed(residual).reshape(rows, d_out)
+    fields = x, _computed(weight), packed, b, flat, threads, activation, residual
     return Product(*fields), (output,), copies
 
 

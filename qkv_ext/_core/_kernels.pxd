@@ -64,6 +64,12 @@ cdef extern from "kernels.h" nogil:
 
     bint qkv_is_kept(const qkv_row *row, Py_ssize_t j) noexcept
 
+    enum:
+        QKV_RELU
+        QKV_GELU
+        QKV_GELU_TANH
+        QKV_SILU
+
     ctypedef struct qkv_norm:
         int kind
         int centered
@@ -97,6 +103,9 @@ cdef extern from "kernels.h" nogil:
                              Py_ssize_t first, const qkv_row *rows, float *max, float *sum,
                              float *factor) noexcept nogil
         int (*look_at_mask)(const qkv_row *row, Py_ssize_t first, Py_ssize_t n) noexcept nogil
+        void (*epilogue)(float *c, Py_ssize_t ldc, const float *bias, int activation,
+                         const float *residual, Py_ssize_t ldr, Py_ssize_t m,
+                         Py_ssize_t n) noexcept nogil
         void (*adjust)(float *s, Py_ssize_t n, Py_ssize_t first,
                        const qkv_row *row) noexcept nogil
         int (*scale_rows)(const float *x, Py_ssize_t ldx, const float *factor, float *y,

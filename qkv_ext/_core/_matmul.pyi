@@ -11,5 +11,13 @@ class Product:
     def __init__(self, isa: int) -> None: ...
     def compute(self, problem: Problem) -> None: ...
     def plain(
-        self, a: object, b: object, bias: object, columns: int, least: int, threads: int
+        self,
+        a: object,
+        b: object,
+        bias: object,
+        columns: int,
+        least: int,
+        threads: int,
+        activation: object = None,
+        residual: object = None,
     ) -> Array | None: ...

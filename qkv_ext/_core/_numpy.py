@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qkv_ext._core import _activations
 from qkv_ext._core._arrays import FLOAT32, Array, converted
 from qkv_ext._core._blas import held_to_threads
 
@@ -334,7 +335,7 @@ def _reference_row(weights: Array, v: Array, allowed: Any) -> Array:
 
 @held_to_threads
 def product(problem: Product) -> None:
-    """out = a b + bias, where b is a matrix or panels (P, K, 64) of packed columns."""
+    """out = activation(a b + bias) + residual; b is a matrix or panels (P, K, 64) of columns."""
     a, b, out = problem.a, problem.b, problem.out
     with np.errstate(all="ignore"):
         if problem.packed:
@@ -348,6 +349,10 @@ def product(problem: Product) -> None:
             _multiply(a, b, out)
         if problem.bias is not None:
             np.add(out, problem.bias, out=out)
+        if problem.activation is not None:
+            _activations.apply(problem.activation, out)
+        if problem.residual is not None:
+            np.add(out, problem.residual, out=out)
 
 
 def _multiply(a: Array, b: Array, out: Array) -> None:

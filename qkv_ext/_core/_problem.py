@@ -126,7 +126,10 @@ class Problem(NamedTuple):
 
 
 class Product(NamedTuple):
-    """One product out = a b + bias; leading axes broadcast.  Where b is packed, a is (M, K)."""
+    """One product out = activation(a b + bias) + residual.
+
+    Leading axes broadcast.  Where b is packed, or there is a residual, all are matrices.
+    """
 
     a: Array  # (..., M, K)
     b: Array  # (..., K, N), or panels (P, K, 64)
@@ -134,6 +137,12 @@ class Product(NamedTuple):
     bias: Array | None  # (N,)
     out: Array  # (..., M, N)
     threads: int
+    activation: str | None = None  # a name of ACTIVATIONS
+    residual: Array | None = None  # (M, N)
+
+
+#: max(x, 0); x Φ(x), with Φ the normal distribution; the same by tanh; x / (1 + exp(-x)).
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 
 
 class Rows(NamedTuple):

@@ -135,8 +135,12 @@ def packed(
         raise ValueError(
             f"cu_seqlens is given, but x has {len(sizes.lead) + 2} axes; expected (T, d_in)"
         )
+    there = given._replace(  # which other types may spell
+        key_offset=_rules.offset(given.key_offset, "key_offset"),
+        return_weights=_arrays.as_bool(given.return_weights, "return_weights"),
+    )
     for name in _PADDED:
-        if getattr(given, name) is not getattr(DEFAULT, name):
+        if getattr(there, name) is not getattr(DEFAULT, name):
             raise ValueError(f"{name} and cu_seqlens are both given; expected one of them")
     cu_q = cu_k = _rules.cumulative(cu_seqlens, "cu_seqlens", sizes.length)
     if alone and cu_seqlens_context is not None:
@@ -201,7 +205,7 @@ def rotary(given: GivenRotary, layer: Projections) -> Rotary | None:
 def _sections(given: Any, pairs: int) -> Array:
     """How many pairs the positions of each axis turn, (axes,)."""
     sections = _rules.integer_array(given, "rotary_sections", "integers (axes,)")
-    if sections.ndim != 1:
+    if sections.ndim != 1 or not sections.size:
         raise ValueError(f"rotary_sections has shape {sections.shape}; expected (axes,)")
     sections = _rules.integers(sections, "rotary_sections", sections.size, 0, pairs)
     if sections.sum() != pairs:

@@ -63,7 +63,8 @@ def with_own(layer: Projections, given: Given) -> Given:
 
 def prepare(layer: Projections, given: Given, x: Array, sizes: Sizes) -> Call:
     """Check the options of a call, whose arrays are checked."""
-    given = with_own(layer, given)
+    if layer.scale is not None or layer.sinks is not None:
+        given = with_own(layer, given)
     scoring = _rules.options(given, sizes)
     _check.feasible(sizes, scoring.rules.spans)
     if given.out is not None:
@@ -215,6 +216,9 @@ def _clear_padding(output: Array, call: Call) -> None:
 # ---- the calls ----------------------------------------------------------------------------------
 
 
+CALLED = ("x", "context", "value_context")  #: how a layer's call names what it is given
+
+
 class Sequences(NamedTuple):
     """What a call is given to project, unchecked, and how errors name it."""
 
@@ -224,7 +228,7 @@ class Sequences(NamedTuple):
     kv: ProjectedKV | None = None  # checked, in the place of both
     cu_seqlens: Any = None  # of a packed batch
     cu_seqlens_context: Any = None
-    names: tuple[str, str, str] = ("x", "context", "value_context")
+    names: tuple[str, str, str] = CALLED
 
 
 def sequences(
@@ -281,7 +285,7 @@ def step(
     One step for the threads that share the cache; if it fails the cache is as it was.
     """
     with cache._locked():
-        store, given = cache._store, with_own(layer, given)
+        store = cache._store
         if rotary.positions is rotary.sections is values is None and not any(store.dropped):
             # most steps are of few rows, and give no option
             pages, plain = store.pages(), _backends.default_backend(given.backend).plain_step

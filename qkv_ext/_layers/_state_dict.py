@@ -83,7 +83,7 @@ def _family(mapping: Mapping[str, Any], at: str) -> tuple[Family, str]:
         (family, scope)
         for family in FAMILIES
         for scope in family.at
-        if (at + scope).endswith(family.path)
+        if fnmatchcase(at + scope, family.path)
     ]
     some = []
     for family, scope in places:
@@ -147,11 +147,6 @@ def _read(mapping: Mapping[str, Any], at: str, scope: str, family: Family, asked
         looked_for = " or ".join(module + tensor(name) for name in family.o)
         raise ValueError(f"mapping has no {looked_for}, but {module}{tensor(family.weights[0])}")
     order = _order(module, family, asked.order)
-    if family.scale and asked.scale is None:
-        raise ValueError(
-            f"scale is None, but the names {', '.join(module + name for name in family.weights)} "
-            f"do not tell it; expected scale=: {family.scale}"
-        )
     weights: dict[str, Any] = {"o": None}
     biases: dict[str, Any] = {"o": None}
     for part, name in parts.items():
@@ -159,6 +154,15 @@ def _read(mapping: Mapping[str, Any], at: str, scope: str, family: Family, asked
         weights[part] = w if family.conv1d else w.T
         biases[part] = _maybe(mapping, f"{module}{name}.bias") if name in own else None
     _one_bias(mapping, module + family.bias if family.bias else "", weights, biases)
+    alone = biases["o"] is not None and not any(
+        biases[part] is not None for part in parts if part != "o"
+    )
+    scale = family.scale or (family.scale_if_o_biased if alone else "")
+    if scale and asked.scale is None:
+        raise ValueError(
+            f"scale is None, but the names {', '.join(module + name for name in family.weights)} "
+            f"do not tell it; expected scale=: {scale}"
+        )
     _check_orientation(module, parts, weights, family)
     more = _norms(mapping, module, norms, asked)
     if family.sinks:
@@ -253,7 +257,15 @@ def _norms(
     more: dict[str, Any] = {"norm_eps": asked.norm_eps}
     for name in names:
         w = _take(mapping, f"{module}{name}.weight", 1, expected)
-        more[name] = w + w.dtype.type(asked.norm_offset) if asked.norm_offset else w
+        more[name] = w
+        if asked.norm_offset:
+            with np.errstate(over="ignore"):
+                more[name] = w + w.dtype.type(asked.norm_offset)
+            if np.isinf(more[name]).any() and not np.isinf(w).any():
+                raise ValueError(
+                    f"norm_offset is {asked.norm_offset}; expected one that makes no weight of "
+                    f"{module}{name} infinite"
+                )
     return more
 
 
@@ -286,7 +298,7 @@ def _reject_unknown(
             or _matches(inside, (*HARMLESS, *beside))
             or any(_matches(x, ignore) for x in (name, under, inside, name.removeprefix(layer)))
             or mapping[name] is None
-            or (inside.rpartition(".")[2] in CAUSAL and _is_mask(mapping[name]))
+            or (inside.rpartition(".")[2] in CAUSAL and _is_mask(mapping[name], name))
             or (at == "" and _of_another_layer(mapping, name, {scope + each for each in used}))
         ):
             unknown.append(name)
@@ -306,12 +318,12 @@ def _reason(name: str) -> str:
     return "nothing is known of their meaning"
 
 
-def _is_mask(x: Any) -> bool:
+def _is_mask(x: Any, name: str) -> bool:
     """A buffer that says which keys come later, (1, 1, n, n)."""
     shape = tuple(getattr(x, "shape", ()))
     if len(shape) != 4 or shape[:2] != (1, 1) or shape[2] != shape[3]:
         return False
-    array = np.asarray(x)
+    array = array_of(x, name)
     return bool(((array == 0) | (array == 1)).all())
 
 

@@ -148,6 +148,7 @@ def joined(layer: Projections, weight: PackedWeight | None = None) -> Projection
         weight.panels, bias, weight.shape[1], columns["k"].start, columns["v"].start,
         *((None, None, 0) if w_o is None else (w_o.panels, layer.biases["o"], w_o.shape[1])),
         *layer[2:6], layer.norms["q"], layer.norms["k"], layer.norm_eps,
+        layer.scale, layer.sinks,
     ))  # fmt: skip
 
 
@@ -227,10 +228,12 @@ def fused_kv(
     d, rest = divmod(q, h)
     if rest or not d:
         raise ValueError(f"w_q has {q} columns; expected H·D, a multiple of {h}")
-    if w.shape[1] != 2 * hkv * d:
+    columns = 2 * hkv * d
+    if w.shape[1] != columns:
+        hint = _check.transposed(_check.turned(w, "w_kv")) if w.shape[0] == columns else ""
         raise ValueError(
-            f"w_kv has {w.shape[1]} columns; expected {2 * hkv * d}, 2 Hkv·D with the D = {d} of "
-            "w_q"
+            f"w_kv has {w.shape[1]} columns; expected {columns}, 2 Hkv·D with the D = {d} of w_q"
+            f"{hint}"
         )
     if b is not None and b.shape != w.shape[1:]:
         raise ValueError(f"b_kv has shape {b.shape}; expected {w.shape[1:]}")

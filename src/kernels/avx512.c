@@ -46,12 +46,14 @@ static inline vec v_sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
 static inline vec v_mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
 static inline vec v_div(vec a, vec b) { return _mm512_div_ps(a, b); }
 static inline vec v_abs(vec a) { return _mm512_abs_ps(a); }
+static inline vec v_minus_abs(vec a) { return _mm512_or_ps(_mm512_set1_ps(-0.0f), a); }
 static inline vec v_select_lt(vec a, vec b, vec x, vec y) {
     return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), x);
 }
 static inline vec v_max(vec a, vec b) { return _mm512_max_ps(a, b); }
 static inline vec v_fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
 static inline vec v_fnma(vec a, vec b, vec c) { return _mm512_fnmadd_ps(a, b, c); }
+static inline vec v_fma_once(vec a, vec b, vec c) { return v_fma(a, b, c); }
 static inline vec v_ldexp(vec p, vec t) {
     return _mm512_scalef_ps(p, _mm512_sub_ps(t, _mm512_set1_ps(0x1.8p23f + 127.0f)));
 }

@@ -15,19 +15,26 @@
 #define LN2_HIGH 0.693359375f
 #define LN2_LOW (-2.12194440e-4f)
 
-static inline vec v_exp(vec x) {
-    vec t, n, r, p;
-    x = v_max(v_set1(-105.0f), x); /* e^-105 rounds to zero; the order of operands keeps a NaN */
-    t = v_fma(x, v_set1(LOG2_E), v_set1(TO_INTEGER));
-    n = v_sub(t, v_set1(TO_INTEGER));
-    r = v_fnma(n, v_set1(LN2_HIGH), x);
-    r = v_fnma(n, v_set1(LN2_LOW), r);
-    p = v_fma(UNITS(0x1.1062100p-7f), r, UNITS(0x1.572a600p-5f));
+/* e^r 2^n, with t = n + TO_INTEGER. */
+static ALWAYS_INLINE vec exp_of_parts(vec r, vec t) {
+    vec p = v_fma(UNITS(0x1.1062100p-7f), r, UNITS(0x1.572a600p-5f));
     p = v_fma(p, r, UNITS(0x1.5557b00p-3f));
     p = v_fma(p, r, UNITS(0x1.fffdfc0p-2f));
     p = v_fma(p, r, UNITS(1.0f));
     p = v_fma(p, r, UNITS(1.0f));
     return v_ldexp(p, t);
+}
+
+/* 2^lift e^x for x >= -130; lift is constant in every caller. */
+static ALWAYS_INLINE vec exp_of(vec x, const int lift) {
+    const vec to_integer = v_set1(TO_INTEGER + (float)lift);
+    vec t = v_fma(x, v_set1(LOG2_E), to_integer), n = v_sub(t, to_integer);
+    return exp_of_parts(v_fnma(n, v_set1(LN2_LOW), v_fnma(n, v_set1(LN2_HIGH), x)), t);
+}
+
+static inline vec v_exp(vec x) { /* e^-105 rounds to zero; the order of operands keeps a NaN */
+    x = v_max(v_set1(-105.0f), x);
+    return exp_of(x, 0);
 }
 
 /* tanh, odd and therefore computed for |x|.  Below 0.625: x + x^3 p(x^2), with p of degree 4 by the

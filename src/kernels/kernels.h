@@ -93,26 +93,30 @@ enum {
     QKV_EXCLUDES = QKV_BIAS | QKV_KEEP | QKV_SEGMENT | QKV_BLOCKS, /* that may deny the row a key */
 };
 
-/* What the masks of a row do to some keys: it leaves one to be seen, and it changes one, which it
-   excludes or adds something to. */
+/* What the masks of a row do to some keys: they leave one to be seen, and they change one, which they
+   exclude or add something to. */
 enum { QKV_ALLOWS = 1, QKV_CHANGES = 2 };
 
 /* The rules that a query row obeys on its way through the key tiles. */
 typedef struct {
-    ptrdiff_t lo, hi;       /* keys lo <= j < hi are allowed by order, window, length */
-    int modifiers;          /* QKV_SOFTCAP, ...: which of the fields below count */
-    float softcap;          /* the score becomes softcap tanh(score / softcap) */
-    float slope;            /* slope |position - j| is taken off the score */
-    int mask_step;          /* 1, or 0 where the mask is broadcast along the keys */
-    ptrdiff_t position;     /* of the query on the axis of the keys */
-    const float *bias;      /* float mask of the row, added to the score */
-    const uint8_t *keep;    /* bool mask of the row, true keeps the key */
-    const int32_t *segments; /* of the keys: the row sees those of its own */
-    int32_t segment;
-    const uint8_t *blocks;  /* of so many keys each, true keeps those of a block */
+    ptrdiff_t lo, hi; /* keys lo <= j < hi are allowed by order, window, length */
+    int modifiers; /* QKV_SOFTCAP, ...: which of the fields below count */
+    float softcap; /* the score becomes softcap tanh(score / softcap) */
+    float slope; /* slope |position - j| is taken off the score */
+    int mask_step; /* 1, or 0 where the mask is broadcast along the keys */
+    ptrdiff_t position; /* of the query on the axis of the keys */
+    const float *bias; /* float mask of the row, added to the score */
+    const uint8_t *keep; /* bool mask of the row, true keeps the key */
+    const int32_t *segments; /* of the keys: those of the row's own are kept */
+    int32_t segment; /* of the row */
+    const uint8_t *blocks; /* mask of blocks of so many keys, true keeps those of a block */
     ptrdiff_t block;
-    float *scores;          /* where the row's final scores are kept for the weights; or NULL */
+    float *scores; /* where the row's final scores are kept for the weights; or NULL */
 } qkv_row;
+
+/* What is applied to each number of a product: max(x, 0); x Phi(x), with Phi the normal distribution;
+   the same by tanh, 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))); x / (1 + exp(-x)). */
+enum { QKV_RELU = 1, QKV_GELU, QKV_GELU_TANH, QKV_SILU };
 
 /* A layer norm of rows of n numbers, or an RMS norm where it is not centered. */
 typedef struct {
@@ -220,6 +224,11 @@ typedef struct {
     /* QKV_ALLOWS, QKV_CHANGES or both, for the keys first .. first + n - 1 of a tile, n > 0, and a row
        that has some of QKV_EXCLUDES. */
     int (*look_at_mask)(const qkv_row *row, ptrdiff_t first, ptrdiff_t n);
+
+    /* c[m, n] ldc = activation(c + bias[n]) + residual[m, n] ldr, the end of a product: activation is 0 or
+       one of QKV_RELU, ..., and bias or residual may be NULL. */
+    void (*epilogue)(float *c, ptrdiff_t ldc, const float *bias, int activation,
+                     const float *residual, ptrdiff_t ldr, ptrdiff_t m, ptrdiff_t n);
 
     /* What a row's options make of the scores s[n] of the keys first .. first + n - 1: the first step
        of softmax_tile alone.  s is read and written up to the next multiple of LANES. */

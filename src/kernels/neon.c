@@ -35,12 +35,14 @@ static inline vec v_sub(vec a, vec b) { return vsubq_f32(a, b); }
 static inline vec v_mul(vec a, vec b) { return vmulq_f32(a, b); }
 static inline vec v_div(vec a, vec b) { return vdivq_f32(a, b); }
 static inline vec v_abs(vec a) { return vabsq_f32(a); }
+static inline vec v_minus_abs(vec a) { return vnegq_f32(vabsq_f32(a)); }
 static inline vec v_select_lt(vec a, vec b, vec x, vec y) {
     return vbslq_f32(vcltq_f32(a, b), x, y);
 }
 static inline vec v_max(vec a, vec b) { return vmaxq_f32(a, b); }
 static inline vec v_fma(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
 static inline vec v_fnma(vec a, vec b, vec c) { return vfmsq_f32(c, a, b); }
+static inline vec v_fma_once(vec a, vec b, vec c) { return v_fma(a, b, c); }
 static inline vec v_ldexp(vec p, vec t) {
     return vmulq_f32(p, vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(t), 23)));
 }

@@ -133,13 +133,13 @@ static float to_int8(const float *x, int8_t *y, ptrdiff_t n) {
     return scale;
 }
 
-static void tanh_of(const float *x, float *y, ptrdiff_t n) {
+static void tanh_each(const float *x, float *y, ptrdiff_t n) {
     ptrdiff_t j = 0;
     for (; j + VL <= n; j += VL) v_store(y + j, v_tanh(v_load(x + j)));
     if (j < n) v_store_n(y + j, v_tanh(v_load_n(x + j, n - j)), n - j);
 }
 
-static void exp_of(const float *x, float *y, ptrdiff_t n) {
+static void exp_each(const float *x, float *y, ptrdiff_t n) {
     ptrdiff_t j = 0;
     for (; j + VL <= n; j += VL) v_store(y + j, v_exp(v_load(x + j)));
     if (j < n) v_store_n(y + j, v_exp(v_load_n(x + j, n - j)), n - j);

@@ -26,10 +26,12 @@ static inline vec v_sub(vec a, vec b) { return a - b; }
 static inline vec v_mul(vec a, vec b) { return a * b; }
 static inline vec v_div(vec a, vec b) { return a / b; }
 static inline vec v_abs(vec a) { return fabsf(a); }
+static inline vec v_minus_abs(vec a) { return -fabsf(a); }
 static inline vec v_select_lt(vec a, vec b, vec x, vec y) { return a < b ? x : y; }
 static inline vec v_max(vec a, vec b) { return a > b ? a : b; }
 static inline vec v_fma(vec a, vec b, vec c) { return a * b + c; }
 static inline vec v_fnma(vec a, vec b, vec c) { return c - a * b; }
+static inline vec v_fma_once(vec a, vec b, vec c) { return (float)((double)a * b + c); }
 static inline vec v_keep(vec s, const uint8_t *keep) { return *keep ? s : -INFINITY; }
 static inline vec v_bias(vec s, vec b) { return b == -INFINITY ? b : s + b; }
 static inline float v_hsum(vec x) { return x; }

@@ -8,10 +8,11 @@
      v_load v_store             VL floats, any alignment
      v_stream                   v_store past the caches, to a multiple of 16 bytes
      v_load_n v_store_n         the first n floats, 0 <= n <= VL; other lanes are zero, untouched
-     v_add v_sub v_mul v_div v_abs   lane by lane
+     v_add v_sub v_mul v_div v_abs   lane by lane, and v_minus_abs: -|a|
      v_max(a, b)                b where either is a NaN, or a NaN
      v_select_lt(a, b, x, y)         x where a < b, else y
      v_fma(a, b, c)             a b + c, and v_fnma: c - a b
+     v_fma_once(a, b, c)        a b + c as if it were rounded once, where v_fma rounds twice, too
      v_ldexp(p, t)              p 2^(t - 3 2^22 - 127) with one rounding; the last nine bits of t are
                                 the sign and the exponent of that power
      v_keep(s, bytes)           s where the byte is not 0, else -inf
@@ -55,6 +56,7 @@ _Static_assert(GEMV_COLUMNS / 16 >= VL && GEMV_COLUMNS % VL == 0, "long rows are
 #endif
 
 #include "exp.h"
+#include "activation.h"
 #include "product.h"
 #include "dots.h"
 #include "rows.h"
@@ -65,9 +67,9 @@ _Static_assert(GEMV_COLUMNS / 16 >= VL && GEMV_COLUMNS % VL == 0, "long rows are
 #include "softmax.h"
 
 const qkv_kernels QKV_TABLE = {
-        QKV_NAME,      ROWS,         product,       product_stored, dots,    pack,
-        softmax_tile,  look_at_mask, adjust_row,   scale_rows,    split_finite,   weights, largest,
-        exp_and_sum,   softmax,      widen,         scale_columns,  narrow,  to_int8,
-        rotate_halves, rotate_pairs, merge_weights, merge_rows,     norm,    norm_sums,
-        norm_apply,    exp_of,       tanh_of,
+        QKV_NAME,     ROWS,         product,       product_stored, dots,          pack,
+        softmax_tile, look_at_mask, epilogue,      adjust_row,     scale_rows,    split_finite,
+        weights,      largest,      exp_and_sum,   softmax,        widen,         scale_columns,
+        narrow,       to_int8,      rotate_halves, rotate_pairs,   merge_weights, merge_rows,
+        norm,         norm_sums,    norm_apply,    exp_each,       tanh_each,
 };

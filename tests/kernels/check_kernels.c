@@ -170,6 +170,72 @@ static void check_scale_rows(isa *ops, isa *scalar) {
             if (!same(x[i * ldx + j], y[i * ldy + j])) fail("in place it is another");
 }
 
+/* In double, by the C library; in the limit at the infinities. */
+static double activated(int activation, double x) {
+    double u;
+    if (activation && x == -INFINITY) return 0.0;
+    switch (activation) {
+    case QKV_RELU:
+        return isnan(x) ? x : fmax(x, 0.0);
+    case QKV_GELU:
+        return 0.5 * x * erfc(-x * sqrt(0.5));
+    case QKV_GELU_TANH:
+        u = 2.0 * sqrt(2.0 / acos(-1.0)) * (x + 0.044715 * x * x * x);
+        return x / (1.0 + exp(-u));
+    case QKV_SILU:
+        return x / (1.0 + exp(-x));
+    default:
+        return x;
+    }
+}
+
+/* How far an activation may be from the truth: in units of its result, but that of gelu_tanh below 0
+   has e^u for a u that was rounded. */
+static double activation_error(int activation, double x, double right) {
+    const int exponent = right == 0.0 || !isfinite(right) ? -126 : ilogb(right);
+    const double ulp = ldexp(1.0, (exponent < -126 ? -126 : exponent) - 23);
+    if (activation == QKV_GELU_TANH && x < 0.0) return (8.0 + 6.0 * x * x) * ulp;
+    return (activation <= QKV_RELU ? 0.0 : 8.0) * ulp;
+}
+
+static void check_epilogue(isa *ops, isa *scalar) {
+    const ptrdiff_t m = between(1, 4), n = size_between(0, 200), ldc = n + between(0, 20);
+    const ptrdiff_t ldr = n + between(0, 9);
+    const int activation = (int)between(0, QKV_SILU);
+    const float reach = one_in(3) ? 140.0f : 15.0f;
+    float *c = floats(m, n, ldc), *bias = floats(1, n, n), *residual = floats(m, n, ldr), *before;
+    (void)scalar; /* what is right is plain */
+    fill(bias, 1, n, n, PLAIN);
+    fill(residual, m, n, ldr, INTEGERS);
+    for (ptrdiff_t i = 0; i < m; i++)
+        for (ptrdiff_t j = 0; j < n; j++) {
+            c[i * ldc + j] = one_in(3) ? uniform(-1.0f, 1.0f) : uniform(-reach, reach);
+            if (one_in(50)) c[i * ldc + j] = any_float();
+            if (one_in(50)) c[i * ldc + j] = one_in(2) ? INFINITY : -INFINITY;
+        }
+    if (one_in(2)) bias = NULL;
+    if (one_in(2)) residual = NULL;
+    before = copy_of(c, m, n, ldc);
+    ops->epilogue(c, ldc, bias, activation, residual, ldr, m, n);
+    check_gaps(c, before, m, n, ldc);
+    for (ptrdiff_t i = 0; i < m; i++)
+        for (ptrdiff_t j = 0; j < n; j++) {
+            volatile float x = before[i * ldc + j], sum;
+            double right, by;
+            if (bias) x += bias[j];
+            right = activated(activation, x);
+            by = activation_error(activation, x, right);
+            if (residual) {
+                sum = (float)(right + residual[i * ldr + j]);
+                by += EPS * fabs(sum);
+            } else {
+                sum = (float)right;
+            }
+            if (!close_to(c[i * ldc + j], sum, by))
+                fail("activation %d of %a is %a, not %a", activation, x, c[i * ldc + j], right);
+        }
+}
+
 static void check_split_finite(isa *ops, isa *scalar) {
     ptrdiff_t m = between(1, 5), n = size_between(0, 300), ldx = n + between(0, 20);
     float *x = floats(m, n, ldx), *finite = floats(m, n, n), *code = floats(m, n, n);
@@ -633,6 +699,7 @@ static const struct {
         {"dots", check_dots},
         {"pack", check_pack},
         {"softmax_tile", check_softmax_tile},
+        {"epilogue", check_epilogue},
         {"adjust", check_adjust},
         {"scale_rows", check_scale_rows},
         {"split_finite", check_split_finite},
