@@ -398,7 +398,8 @@ cdef int attend_rows(int isa, const Py_buffer *q, const Py_buffer *out, pages, l
                      bint causal, double scale, sinks, int threads) except -1:
     """Write out (B, H, L, Dv) for q (B, H, L, D), of contiguous rows and checked against the pages.
 
-    scale may be NaN, for 1/√D, and sinks float32 (H,) or None.  Items have so many keys there, and the last of them and the last query stand at one position.
+    Items have so many keys there, and the last of them and the last query stand at one position.
+    scale may be NaN, for 1/√D, and sinks float32 (H,) or None.
     """
     cdef Call call
     cdef Views x
