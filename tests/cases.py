@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from pairwise import covering_rows
 
+import qkv_ext
+
 
 def dtype_of(name):
     """A dtype by its name; bfloat16 is that of ml_dtypes."""
@@ -37,7 +39,7 @@ class Case(NamedTuple):
         if self.mask:
             kind, shape = self.mask
             options["mask"] = np.asarray(MASKS[kind](rng, shape))
-        for option, draw in HEADS.items():
+        for option, draw in DRAWN.items():
             if option in options:
                 options[option] = draw(rng, options[option], self)
         q, k, v = (x.astype(dtype_of(self.dtype), copy=False) for x in (q, k, v))
@@ -111,7 +113,34 @@ def _sinks(rng, choice, case):
     return sinks
 
 
-HEADS = {"alibi_slopes": _slopes, "sinks": _sinks}
+# ---- which rows and keys go together: option -> how to draw it ---------------------------------
+
+
+def _segments(rng, choice, case, n):
+    """Integers (n,) or (B, n): three documents end to end, or any of four numbers."""
+    shape = (case.first, n) if len(case.q) > 2 else (n,)
+    if choice == "documents":
+        return np.sort(rng.integers(0, 3, shape), axis=-1)
+    return rng.integers(-2, 2, shape) * 2**40
+
+
+def _blocks(rng, choice, case):
+    """A BlockMask: large blocks for all heads, or small ones for each."""
+    size = (64, 128) if choice == "large" else (3, 16)
+    each = [case.first] if len(case.q) > 2 else []
+    each += [1] * (len(case.q) - 4) + ([case.heads] if len(case.q) > 3 else [])
+    shape = (-(-case.q[-2] // size[0]), -(-case.k[-2] // size[1]))
+    keep = rng.random((*(each if choice == "small" else []), *shape)) < 0.6
+    return qkv_ext.BlockMask(keep, size)
+
+
+DRAWN = {
+    "alibi_slopes": _slopes,
+    "sinks": _sinks,
+    "q_segments": lambda rng, choice, case: _segments(rng, choice, case, case.q[-2]),
+    "kv_segments": lambda rng, choice, case: _segments(rng, choice, case, case.k[-2]),
+    "block_mask": _blocks,
+}
 
 # ---- rows ---------------------------------------------------------------------------------------
 
@@ -289,6 +318,25 @@ for sinks in ("near", "far", "-inf"):
     rank4(1, 4, 2, 70, 40, 8, sinks=sinks, causal=True)  # rows without keys have their sink
     rank4(2, 4, 2, 3, 0, 8, sinks=sinks)
     row((5, 8), (9, 8), sinks=sinks, mask=("empty-rows", (5, 9)))
+for segments in ("documents", "any"):
+    both = {"q_segments": segments, "kv_segments": segments}
+    rank4(2, 2, 1, 600, 600, 8, kv_segments=segments)  # those of the queries too
+    rank4(2, 4, 2, 300, 1300, 16, **both)
+    rank4(2, 4, 2, 1, 1300, 16, **both, causal=True)
+    rank4(2, 2, 2, 140, 700, 8, **both, mask=("inf", (140, 700)), kv_lengths=(600, 0))
+    row((5, 8), (9, 8), **both)
+    row((3, 5, 8), (1, 9, 8), (3, 9, 4), **both, window=(3, 0))
+    row((2, 3, 4, 5, 8), (1, 3, 2, 9, 8), **both)
+for blocks in ("large", "small"):
+    rank4(2, 4, 2, 300, 1300, 16, block_mask=blocks)
+    rank4(2, 4, 2, 1, 1300, 16, block_mask=blocks)
+    rank4(2, 2, 2, 140, 700, 8, block_mask=blocks, mask=("bool", (140, 700)), q_lengths=(99, 140))
+    rank4(1, 2, 1, 600, 600, 8, block_mask=blocks, kv_segments="documents", causal=True)
+    row((5, 8), (9, 8), block_mask=blocks)
+    row((3, 5, 8), (3, 9, 8), block_mask=blocks)
+    row((2, 3, 4, 5, 8), (2, 3, 2, 9, 8), block_mask=blocks)
+    rank4(2, 2, 1, 0, 4, 8, block_mask=blocks, kv_segments="any", q_segments="any")
+    rank4(2, 2, 1, 3, 0, 8, block_mask=blocks)
 for dtype in ("float16", "bfloat16"):
     for n, length in product((1, 7, 8, 16, 17, 33, 64, 100), (9, 1)):
         rank4(1, 2, 1, length, 33, n, dtype=dtype)
@@ -327,6 +375,8 @@ LEVELS = {  # the first choice of an option is its default
     "sinks": (None, "near", "-inf"),
     "kv_lengths": (None, "full and none", "some"),
     "q_lengths": (None, "full and none", "some"),
+    "segments": (None, "documents", "any"),
+    "block_mask": (None, "large", "small"),
     "query_offset": (None, 5, "of each item"),
     "key_offset": (0, 3, -4),
 }
@@ -354,8 +404,10 @@ for choices in PAIRS:
     given = {name: x for name, x in choices.items() if x != LEVELS[name][0]}
     shape = choices["shape"]
     q, k, v = SHAPES[shape]
-    for name in ("shape", "mask", "order"):
+    for name in ("shape", "mask", "order", "segments"):
         given.pop(name, None)
+    if choices["segments"]:
+        given["q_segments"] = given["kv_segments"] = choices["segments"]
     if choices["order"]:
         given = {"causal": True} | given
         if choices["order"] == "top-left":

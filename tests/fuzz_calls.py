@@ -117,7 +117,20 @@ def rules(draw, first, heads, length, s):
         "query_offset": lambda: per_item(-5, s + 5),
         "key_offset": lambda: draw.between(-9, 9),
     }  # fmt: skip
-    return {name: make() for name, make in choices.items() if draw.one_in(5)}
+    made = {name: make() for name, make in choices.items() if draw.one_in(5)}
+    items = () if first is None else (first,)
+    if draw.one_in(8):
+        made |= {
+            name: draw.view(np.sort(draw.rng.integers(-1, draw.choice([1, 3, 300]), (*items, n))))
+            for name, n in (("q_segments", length), ("kv_segments", s))
+        }
+    if draw.one_in(8):
+        size = draw.choice([(1, 1), (64, 128), (100, 7), (3, 300)])
+        shape = (-(-length // size[0]), -(-s // size[1]))
+        shape = ((1,) if first is not None and draw.one_in(9) else ()) + shape
+        keep = draw.rng.random(shape) < draw.choice([0.1, 0.6, 1.0])
+        made["block_mask"] = qkv_ext.BlockMask(keep, size)
+    return made
 
 
 def mask(draw, shape):

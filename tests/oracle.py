@@ -13,8 +13,9 @@ import numpy as np
 
 def attention(q, k, v, *, mask=None, causal=False, align="bottom-right", scale=None, window=None,
               softcap=None, alibi_slopes=None, sinks=None, kv_lengths=None, q_lengths=None,
-              query_offset=None, key_offset=0, layout="bhld", dtype=np.float64, matmul=np.matmul,
-              add_up=lambda x: x.sum(axis=-1), fused=False):  # fmt: skip
+              block_mask=None, q_segments=None, kv_segments=None, query_offset=None, key_offset=0,
+              layout="bhld", dtype=np.float64, matmul=np.matmul, add_up=lambda x: x.sum(axis=-1),
+              fused=False):  # fmt: skip
     """(output (..., H, L, Dv), weights (..., H, L, S), lse (..., H, L)), all of them in dtype."""
     wide = np.float64 if fused else dtype
     q, k, v = (x.astype(dtype) for x in (q, k, v))
@@ -45,6 +46,16 @@ def attention(q, k, v, *, mask=None, causal=False, align="bottom-right", scale=N
     allowed = np.broadcast_to((i < len_q) & (j < len_k), (*lead, length, s))
     for limit, ahead in ((left, distance), (right, -distance), (0 if causal else None, -distance)):
         allowed = allowed if limit is None else allowed & (ahead <= limit)
+
+    if kv_segments is not None:
+        own = np.asarray(kv_segments if q_segments is None else q_segments)
+        same = own[..., :, None] == np.asarray(kv_segments)[..., None, :]  # (B, L, S)
+        allowed = allowed & same.reshape(*same.shape[:-2], *(1,) * (rank - 1 - same.ndim + 1),
+                                         length, s)  # fmt: skip
+    if block_mask is not None:
+        rows, keys = block_mask.block_size
+        keep = np.repeat(block_mask.keep, rows, axis=-2)[..., :length, :]
+        allowed = allowed & np.repeat(keep, keys, axis=-1)[..., :s]
 
     scores = matmul(q * dtype(1 / np.sqrt(d) if scale is None else scale), k.swapaxes(-1, -2))
     if softcap is not None:

@@ -20,7 +20,8 @@ COS, SIN = qkv_ext.rotary_tables(64, 4)
 ATTENTION = {
     "mask": "array", "causal": "switch", "align": "choice", "scale": "real", "window": "pair",
     "softcap": "real", "alibi_slopes": "array", "sinks": "array", "kv_lengths": "integers",
-    "q_lengths": "integers", "query_offset": "integers", "key_offset": "integer", "out": "array",
+    "q_lengths": "integers", "block_mask": "choice", "q_segments": "segments",
+    "kv_segments": "segments", "query_offset": "integers", "key_offset": "integer", "out": "array",
     "threads": "integer", "backend": "choice",
 }  # fmt: skip
 EXTRAS = {"return_weights": "switch", "return_lse": "switch"}
@@ -30,7 +31,10 @@ OWN = {"q_norm": "array", "k_norm": "array", "norm_eps": "real", "scale": "real"
 COMPUTED = {"threads": "integer", "backend": "choice"}
 PRODUCT = {"out": "array", **COMPUTED}
 PACKED = {name: ATTENTION[name] for name in ATTENTION
-          if name not in ("mask", "q_lengths", "query_offset", "key_offset")}  # fmt: skip
+          if name not in ("mask", "q_lengths", "block_mask", "q_segments", "kv_segments",
+                          "query_offset", "key_offset")}  # fmt: skip
+SEGMENTS = {"q_segments": np.array([[0, 0, 1]]), "kv_segments": np.array([[0, 1, 1]])}
+OF_SEGMENTS = dict.fromkeys(SEGMENTS, "integers")
 LAYER = dict(zip(WEIGHTS, (*(W,) * 4, *(W[0],) * 4), strict=True)) | {"num_heads": 2}
 
 
@@ -67,6 +71,17 @@ CALLS = {  # the call, its arguments, and the kinds of those that are to be odd
     "scaled_dot_product_attention": (
         qkv_ext.scaled_dot_product_attention, {"q": Q, "k": Q, "v": Q},
         dict.fromkeys("qkv", "array") | ATTENTION | EXTRAS | {"layout": "choice"}),
+    "scaled_dot_product_attention with segments": (
+        lambda **given: qkv_ext.scaled_dot_product_attention(**given),
+        {"q": Q, "k": Q, "v": Q} | SEGMENTS, OF_SEGMENTS),
+    "attend with segments": (lambda **given: cache().attend(**given), {"q": Q} | SEGMENTS,
+                             OF_SEGMENTS),
+    "trace with segments": (lambda **given: qkv_ext.trace(**given),
+                            {"q": Q, "k": Q, "v": Q} | SEGMENTS, OF_SEGMENTS),
+    "layer with segments": (lambda **given: layer()(**given), {"x": X} | SEGMENTS, OF_SEGMENTS),
+    "BlockMask": (lambda **given: qkv_ext.BlockMask(**given).keep,
+                  {"keep": np.ones((2, 3), bool), "block_size": (2, 1)},
+                  {"keep": "array", "block_size": "pair"}),
     "varlen_attention": (
         qkv_ext.varlen_attention,
         {"q": PACK, "k": PACK, "v": PACK, "cu_seqlens_q": [0, 3], "cu_seqlens_k": [0, 3]},

@@ -52,7 +52,40 @@ def lengths(name, most):
     ]  # fmt: skip
 
 
+def segments(name, n):
+    """Rows for q_segments or kv_segments of two items, beside right ones of the other."""
+    right = {"q_segments": np.zeros((2, 5), int), "kv_segments": np.zeros((2, 7), int)}
+    wrong = [
+        (np.zeros((2, n + 1), int), ValueError, f"has shape (2, {n + 1}); expected (2, {n})"),
+        (np.zeros((1, n), int), ValueError, f"has shape (1, {n}); expected (2, {n})"),
+        (np.zeros(n, int), ValueError, f"has shape ({n},); expected (2, {n})"),
+        (0, ValueError, f"has shape (); expected (2, {n})"),
+        (f32(2, n), TypeError, "has dtype float32; expected integers"),
+        (np.ones((2, n), bool), TypeError, "has dtype bool; expected integers"),
+    ]
+    return [(right | {name: x}, error, f"{name} {message}") for x, error, message in wrong]
+
+
+def blocks(*shape, size=(2, 4)):
+    return {"block_mask": qkv_ext.BlockMask(np.ones(shape, bool), size)}
+
+
 OPTIONS = [
+    *segments("q_segments", 5), *segments("kv_segments", 7),
+    ({"q_segments": np.zeros((2, 5), int)}, ValueError,
+     "q_segments is given without kv_segments; expected both"),
+    ({"kv_segments": np.zeros((2, 7), int)}, ValueError,
+     "kv_segments is given without q_segments, and L = 5 is not S = 7; expected both"),
+    ({"block_mask": np.ones((3, 2), bool)}, TypeError,
+     "block_mask is a ndarray; expected a BlockMask"),
+    (blocks(2, 2), ValueError,
+     "block_mask has (2, 2) blocks of (2, 4); expected (3, 2) for L = 5 and S = 7"),
+    (blocks(1, 1), ValueError,
+     "block_mask has (1, 1) blocks of (2, 4); expected (3, 2) for L = 5 and S = 7"),
+    (blocks(3, 3, 2), ValueError,
+     "block_mask has leading axes (3,); expected some that broadcast to (2, 4)"),
+    (blocks(1, 1, 1, 3, 2), ValueError,
+     "block_mask has leading axes (1, 1, 1); expected some that broadcast to (2, 4)"),
     # B6: a pair, and nothing that other libraries mean by a window
     ({"window": 2}, ValueError, f"window is 2; {PAIR}"),
     ({"window": -1}, ValueError, f"window is -1; {PAIR}"),

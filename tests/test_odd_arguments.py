@@ -74,6 +74,7 @@ MEANT = {
     "integer": lambda x: type(x) is int,
     "attribute": lambda x: type(x) in (int, bool),  # ONNX has no bool among its attributes
     "integers": lambda x: type(x) is int or isinstance(x, list),
+    "segments": lambda x: type(x) is int or isinstance(x, list),
     "real": lambda x: type(x) in (int, float) and x == x,
     "cap": lambda x: type(x) in (int, float) and x == x,
     "switch": lambda x: type(x) is bool,

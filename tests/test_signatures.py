@@ -14,10 +14,15 @@ VARLEN = (
     "causal=False!, align='bottom-right'!, scale=None!, window=None!, softcap=None!, "
     "alibi_slopes=None!, sinks=None!, kv_lengths=None!, "
 )
-OPTIONS = f"mask=None!, {VARLEN}q_lengths=None!, query_offset=None!, key_offset=0!, "
+OPTIONS = (
+    f"mask=None!, {VARLEN}q_lengths=None!, block_mask=None!, q_segments=None!, kv_segments=None!, "
+    "query_offset=None!, key_offset=0!, "
+)
 NORMS = "q_norm=None!, k_norm=None!, norm_eps=1e-06!, scale=None!, sinks=None!"
 LAST = "out=None!, threads=None!, backend=None!"
 SIGNATURES = {
+    "BlockMask": "keep, block_size",
+    "BlockMask.expand": "self, length, s",
     "KVCache": "batch, num_kv_heads, head_dim, v_dim=None, dtype='float32'!, _page=256!",
     "KVCache.append": "self, k, v, lengths=None",
     "KVCache.attend": (

@@ -161,18 +161,17 @@ def _segments(given: Given, sizes: Sizes) -> tuple[Array, Array]:
     """The segments of the queries and keys of every item, numbered in int32."""
     batch = sizes.lead[:1]
     if given.kv_segments is None:
-        raise ValueError("kv_segments is None, but q_segments is given; expected both")
+        raise ValueError("q_segments is given without kv_segments; expected both")
     of_q = given.q_segments
     if of_q is None:
         if sizes.length != sizes.s:
             raise ValueError(
-                f"q_segments is None, and L = {sizes.length} is not S = {sizes.s}; expected those "
-                "of the queries"
+                f"kv_segments is given without q_segments, and L = {sizes.length} is not "
+                f"S = {sizes.s}; expected both"
             )
         of_q = given.kv_segments
-    named = {"q_segments": (of_q, sizes.length), "kv_segments": (given.kv_segments, sizes.s)}
-    arrays = []
-    for name, (value, n) in named.items():
+    of_k, arrays = given.kv_segments, []
+    for value, name, n in ((of_k, "kv_segments", sizes.s), (of_q, "q_segments", sizes.length)):
         array = integer_array(value, name, f"integers {(*batch, n)}")
         if array.shape != (*batch, n):
             raise ValueError(f"{name} has shape {array.shape}; expected {(*batch, n)}")
@@ -181,7 +180,7 @@ def _segments(given: Given, sizes: Sizes) -> tuple[Array, Array]:
            for array in arrays):  # fmt: skip
         arrays = _numbered(arrays)
     inner = math.prod(sizes.lead[1:])
-    of_queries, of_keys = (np.repeat(array.astype(np.int32), inner, 0) for array in arrays)
+    of_keys, of_queries = (np.repeat(array.astype(np.int32), inner, 0) for array in arrays)
     return of_queries, of_keys
 
 
