@@ -46,7 +46,7 @@ OPTION = {
         ("        float softcap\n", "        float bonus\n"),
     ],
     "src/kernels/kernels.h": [
-        ("    QKV_KEEP = 8,\n", "    QKV_BONUS = 16,\n"),
+        ("    QKV_BLOCKS = 32,\n", "    QKV_BONUS = 64,\n"),
         ("softcap tanh(score / softcap) */\n", "    float bonus;            /* is added */\n"),
     ],
     "src/kernels/softmax.h": [

@@ -1,4 +1,4 @@
-"""DESIGN: what lengths exclude is not even read, in any dtype: here it is memory that faults."""
+"""What lengths exclude, and masks in whole tiles, is not even read: this is memory that faults."""
 
 import platform
 
@@ -7,7 +7,7 @@ import pytest
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="protects pages as Linux does")
 
 SCRIPT = """
-import ctypes, mmap
+import ctypes, itertools, mmap
 import numpy as np, qkv_ext
 
 sdpa = qkv_ext.scaled_dot_product_attention
@@ -118,6 +118,22 @@ for dtype in ("?", "f4"):
     q, k = np.ones((1, 1, 3, 4), "f4"), np.ones((1, 1, 2 * columns, 4), "f4")
     output = sdpa(q, k, k, mask=mask, kv_lengths=[columns], backend=backend)
     same(f"mask {{dtype}}", (output,), (np.ones_like(q),))
+# keys and values of tiles that masks exclude for all rows of a block, in the compiled backends
+keep = np.repeat([True, False, True], 256)
+masks = {{
+    "bool": {{"mask": keep[None]}},
+    "float": {{"mask": np.where(keep, np.float32(0.5), np.float32(-np.inf))[None]}},
+    "blocks": {{"block_mask": qkv_ext.BlockMask(keep[None, ::256], (10**9, 256))}},
+    "segments": {{"kv_segments": keep[None].astype(int)}},
+}}
+for (name, options), length in itertools.product(masks.items(), (1, 30)):
+    if backend != "numpy":
+        q, k, v = (array("f4", 1, 2, n, 16, form="rows") for n in (length, 768, 768))
+        copies = [protect(x, (0, slice(None), ~keep)) for x in (k, v)]
+        if name == "segments":
+            options = options | {{"q_segments": np.ones((1, length), int)}}
+        options = options | {{"backend": backend}}
+        same(f"tiles {{name}}", (sdpa(q, k, v, **options),), (sdpa(q, *copies, **options),))
 """
 
 

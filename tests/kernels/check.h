@@ -69,6 +69,7 @@ void check_gaps(const float *x, const float *y, ptrdiff_t rows, ptrdiff_t from, 
 typedef const qkv_kernels isa;
 enum { ULPS_EXP = 7 /* 2.3 fused and 4 not, see exp.h */, ULPS_TANH = 6 };
 void check_adjust(isa *ops, isa *scalar);
+void check_look_at_mask(isa *ops, isa *scalar);
 void check_softmax_tile(isa *ops, isa *scalar);
 
 /* The parts of the program. */

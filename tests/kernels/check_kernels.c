@@ -700,6 +700,7 @@ static const struct {
         {"pack", check_pack},
         {"softmax_tile", check_softmax_tile},
         {"epilogue", check_epilogue},
+        {"look_at_mask", check_look_at_mask},
         {"adjust", check_adjust},
         {"scale_rows", check_scale_rows},
         {"split_finite", check_split_finite},

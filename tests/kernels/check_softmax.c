@@ -34,12 +34,70 @@ static qkv_row random_row(ptrdiff_t n, ptrdiff_t first) {
         row.bias = bias;
         row.modifiers |= QKV_BIAS;
     }
+    if (one_in(4)) {
+        int32_t *segments = array((size_t)(first + n) * sizeof *segments);
+        row.segment = one_in(2) ? INT32_MIN : 0;
+        for (ptrdiff_t j = 0; j < first + n; j++)
+            segments[j] = one_in(3) ? (int32_t)between(-1, 1) : row.segment;
+        row.segments = segments;
+        row.modifiers |= QKV_SEGMENT;
+    }
+    if (one_in(4)) {
+        row.block = one_in(3) ? between(1, 5) : between(1, 2 * (first + n));
+        const ptrdiff_t blocks = (first + n - 1) / row.block + 1;
+        uint8_t *keep = array((size_t)blocks);
+        for (ptrdiff_t b = 0; b < blocks; b++) keep[b] = one_in(3) ? 0 : (uint8_t)between(1, 255);
+        row.blocks = keep;
+        row.modifiers |= QKV_BLOCKS;
+    }
     return row;
 }
 
 static int allowed(const qkv_row *row, ptrdiff_t j) {
     return row->lo <= j && j < row->hi && !(row->keep && !row->keep[j * row->mask_step]) &&
-           !(row->bias && row->bias[j * row->mask_step] == -INFINITY);
+           !(row->bias && row->bias[j * row->mask_step] == -INFINITY) &&
+           !(row->segments && row->segments[j] != row->segment) &&
+           !(row->blocks && !row->blocks[j / row->block]);
+}
+
+/* Masks of one value, and of several; each mask may leave a key that another denies, so that what is
+   seen may promise more than there is, but never less. */
+void check_look_at_mask(isa *ops, isa *scalar) {
+    ptrdiff_t n = size_between(1, TILE), first = size_between(0, 300);
+    qkv_row row = random_row(n, first);
+    int seen, want = 0;
+    (void)scalar; /* what is right is plain */
+    if (!(row.modifiers & QKV_EXCLUDES)) return;
+    if (one_in(2)) { /* all alike, or all but one */
+        const int value = one_in(2);
+        const ptrdiff_t length = row.mask_step ? first + n : 1, other = between(0, length - 1);
+        uint8_t *keep = array((size_t)length);
+        float *bias = floats(1, length, length);
+        for (ptrdiff_t j = 0; j < length; j++) {
+            keep[j] = (uint8_t)value;
+            bias[j] = value ? 0.0f : -INFINITY;
+        }
+        if (one_in(2)) {
+            keep[other] = (uint8_t)!value;
+            bias[other] = one_in(2) ? NAN : 1.0f;
+        }
+        row.keep = row.modifiers & QKV_KEEP ? keep : NULL;
+        row.bias = row.modifiers & QKV_BIAS ? bias : NULL;
+    }
+    row.lo = 0;
+    row.hi = first + n;
+    seen = ops->look_at_mask(&row, first, n);
+    for (ptrdiff_t j = first; j < first + n; j++) {
+        const int kept = allowed(&row, j);
+        want |= kept ? QKV_ALLOWS : 0;
+        if (!kept || (row.bias && row.bias[j * row.mask_step] != 0.0f)) want |= QKV_CHANGES;
+        if (kept != qkv_is_kept(&row, j)) fail("key %td is %d", j, !kept);
+    }
+    if (want & ~seen) fail("saw %d of %d: n %td first %td", seen, want, n, first);
+    if (seen != want && (row.modifiers & QKV_BIAS) == 0)
+        fail("saw %d, not %d: n %td first %td", seen, want, n, first);
+    if (seen != want && !(row.modifiers & ~(QKV_BIAS | QKV_SOFTCAP | QKV_SLOPE)))
+        fail("of a bias saw %d, not %d: n %td first %td", seen, want, n, first);
 }
 
 /* How far two results of the row's options may be apart, for the score s of key j. */
