@@ -77,7 +77,7 @@ OPTIONS = [
     ({"kv_segments": np.zeros((2, 7), int)}, ValueError,
      "kv_segments is given without q_segments, and L = 5 is not S = 7; expected both"),
     ({"block_mask": np.ones((3, 2), bool)}, TypeError,
-     "block_mask is a ndarray; expected a BlockMask"),
+     "block_mask is a numpy.ndarray; expected a qkv_ext.BlockMask"),
     (blocks(2, 2), ValueError,
      "block_mask has (2, 2) blocks of (2, 4); expected (3, 2) for L = 5 and S = 7"),
     (blocks(1, 1), ValueError,

@@ -46,12 +46,19 @@ NAMES = {  # what others call it, and what the error says that it is here
     "need_weights": "here it is return_weights=",
     "softmax_scale": "here it is scale=",
     "window_size": r"here it is window=\(left, right\)",
+    "segment_ids": "here it is kv_segments=",
     "dropout_p": "leave it out",
     "enable_gqa": "leave it out",
     "average_attn_weights": "leave it out",
 }
 LACKING = {  # what a call does not have by any name
-    "varlen_attention": {"attn_mask", "key_padding_mask", "attention_mask", "need_weights"},
+    "varlen_attention": {
+        "attn_mask",
+        "key_padding_mask",
+        "attention_mask",
+        "need_weights",
+        "segment_ids",
+    },
     "trace": {"need_weights"},
 }
 

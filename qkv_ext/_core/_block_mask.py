@@ -120,7 +120,10 @@ def _fits(mask: BlockMask, length: int, s: int) -> None:
 def checked(given: Any, sizes: Sizes) -> Blocks:
     """Check the block_mask of a call."""
     if not isinstance(given, BlockMask):
-        raise TypeError(f"block_mask is a {type(given).__name__}; expected a BlockMask")
+        kind = type(given)
+        raise TypeError(
+            f"block_mask is a {kind.__module__}.{kind.__qualname__}; expected a qkv_ext.BlockMask"
+        )
     _fits(given, sizes.length, sizes.s)
     keep, lead = given.keep, sizes.rows[:-1]
     own = keep.shape[:-2]
