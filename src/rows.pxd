@@ -6,7 +6,8 @@ from libc.stdint cimport uint16_t, uint8_t
 from libc.string cimport memset
 
 from qkv_ext._core._kernels cimport (
-    QKV_BIAS, QKV_BLOCKS, QKV_FLOAT32, QKV_KEEP, QKV_SEGMENT, QKV_SLOPE, qkv_row, qkv_run, qkv_scaled, stopped,
+    QKV_BIAS, QKV_BLOCKS, QKV_FLOAT32, QKV_KEEP, QKV_SEGMENT, QKV_SLOPE, qkv_row, qkv_run,
+    qkv_scaled, stopped,
 )
 
 from src.types cimport (

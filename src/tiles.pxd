@@ -5,7 +5,8 @@ from libc.math cimport INFINITY
 from libc.string cimport memset
 
 from qkv_ext._core._kernels cimport (
-    LANES, PANEL, QKV_ALLOWS, QKV_CHANGES, QKV_EXCLUDES, QKV_FLOAT32, TILE, qkv_prefetch, qkv_row, stopped,
+    LANES, PANEL, QKV_ALLOWS, QKV_CHANGES, QKV_EXCLUDES, QKV_FLOAT32, TILE, qkv_prefetch, qkv_row,
+    stopped,
 )
 
 from src.types cimport AS_IT_IS, Call, EXACT, LARGE, SCORES_ALONE, Task, Workspace, row_at
