@@ -119,7 +119,7 @@ def masks() -> tuple[Case, ...]:
     """Masks that exclude tiles, and one that excludes none, beside the call without a mask."""
     rows: list[Case] = []
     plain = attention("no mask 4k", "masks", 1, 8, 8, 4096, 4096, 64)
-    for pattern in ("prefix", "window and global", "documents", "tree", "random"):
+    for pattern in ("prefix", "local and global", "documents", "tree", "random"):
         case = Masked(name=f"{pattern} 4k", sets=("masks",), shape=plain.shape, pattern=pattern,
                       rivals=("NumPy", "torch"), quick=pattern == "documents")  # fmt: skip
         forms = ("float", "segments", "varlen") if pattern == "documents" else ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -24,7 +24,7 @@ def prefix(i: Array, j: Array, n: int) -> Array:
     return (j < n // 4) | (j <= i)
 
 
-def window_and_global(i: Array, j: Array, n: int) -> Array:
+def local_and_global(i: Array, j: Array, n: int) -> Array:
     """A sixteenth to each side; and the first few see all and are seen by all."""
     few, side = max(1, n // 64), max(1, n // 16)
     return (abs(i - j) <= side) | (i < few) | (j < few)
@@ -50,7 +50,8 @@ def tree(i: Array, j: Array, n: int) -> Array:
 
 def random(i: Array, j: Array, n: int) -> Array:
     """Nine of ten keys, so that no tile is excluded or kept as a whole."""
-    return np.random.default_rng(8).random((n, n), np.float32) < 0.9
+    rows = [np.random.default_rng((8, row)).random(n, np.float32) for row in i[:, 0]]
+    return np.array(rows) < 0.9
 
 
 def block_size(n: int) -> tuple[int, int]:
@@ -67,12 +68,13 @@ def blocks_of(n: int) -> Array:
 
 def blocks(i: Array, j: Array, n: int) -> Array:
     rows, keys = block_size(n)
-    return blocks_of(n)[i // rows, j // keys]
+    return blocks_of(n)[i[:, 0] // rows][:, j // keys]
 
 
+#: Rows i (m, 1) and columns j (n,) of the mask (n, n).
 PATTERNS: dict[str, Callable[[Array, Array, int], Array]] = {
     "prefix": prefix,
-    "window and global": window_and_global,
+    "local and global": local_and_global,
     "documents": documents,
     "tree": tree,
     "random": random,
@@ -86,19 +88,29 @@ def mask_of(pattern: str, n: int) -> Array:
     return PATTERNS[pattern](at[:, None], at, n)
 
 
+def by_tasks(pattern: str, n: int) -> Iterator[Array]:
+    """The same, as many rows at a time as a task has."""
+    at = np.arange(n)
+    for first in range(0, n, ROWS):
+        yield PATTERNS[pattern](at[first : first + ROWS, None], at, n)
+
+
 @cache
 def pairs(pattern: str, n: int) -> int:
     """How many keys all queries see."""
-    return int(np.count_nonzero(mask_of(pattern, n)))
+    return sum(int(np.count_nonzero(rows)) for rows in by_tasks(pattern, n))
 
 
 @cache
 def tile_share(pattern: str, n: int) -> float:
     """The share of the pairs that lie in a tile in which one is seen."""
-    by_rows = np.logical_or.reduceat(mask_of(pattern, n), np.arange(0, n, ROWS))
-    tiles = np.logical_or.reduceat(by_rows, np.arange(0, n, KEYS), axis=1)
-    sizes = [np.diff([*range(0, n, step), n]) for step in (ROWS, KEYS)]
-    return float(sizes[0] @ tiles @ sizes[1]) / n**2
+    starts = np.arange(0, n, KEYS)
+    sizes = np.diff([*starts, n])
+    computed = (
+        len(rows) * int(sizes[np.logical_or.reduceat(rows.any(axis=0), starts)].sum())
+        for rows in by_tasks(pattern, n)
+    )
+    return sum(computed) / n**2
 
 
 @dataclass(frozen=True, kw_only=True)
