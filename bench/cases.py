@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from bench.caches import STORAGE, Cached, CacheUse
 from bench.kinds import Attention, Beside, Case, Product, Softmax
+from bench.masks import Masked
 from bench.steps import FeedForward, LayerNorm, Merge, RMSNorm, Rotary
 
 SETS = (
-    "encoder", "causal", "decode", "cache", "gemm", "softmax", "options", "growth", "layer",
-    "overhead",
+    "encoder", "causal", "decode", "cache", "gemm", "softmax", "options", "masks", "growth",
+    "layer", "overhead",
 )  # fmt: skip
 
 
@@ -114,6 +115,23 @@ def options() -> tuple[Case, ...]:
     return tuple(rows)
 
 
+def masks() -> tuple[Case, ...]:
+    """Masks that exclude tiles, and one that excludes none, beside the call without a mask."""
+    rows: list[Case] = []
+    plain = attention("no mask 4k", "masks", 1, 8, 8, 4096, 4096, 64)
+    for pattern in ("prefix", "local and global", "documents", "tree", "random"):
+        case = Masked(name=f"{pattern} 4k", sets=("masks",), shape=plain.shape, pattern=pattern,
+                      rivals=("NumPy", "torch"), quick=pattern == "documents")  # fmt: skip
+        forms = ("float", "segments", "varlen") if pattern == "documents" else ()
+        others = [Beside(form, case.but(form=form)) for form in forms]
+        rows.append(case.but(beside=(Beside("no mask", plain), *others)))
+    plain = attention("no mask 16k", "masks", 1, 4, 4, 16384, 16384, 64)
+    case = Masked(name="block mask 16k", sets=("masks",), shape=plain.shape, pattern="blocks",
+                  form="blocks", rivals=("torch",), most_rounds=3)  # fmt: skip
+    others = [Beside("bool", case.but(form="bool")), Beside("no mask", plain)]
+    return (*rows, case.but(beside=tuple(others)))
+
+
 def growth() -> tuple[Case, ...]:
     return tuple(
         attention(f"growth, L {2**power}", "growth", 1, 8, 8, 2**power, 2**power, 64,
@@ -199,6 +217,7 @@ CASES: tuple[Case, ...] = (
     *gemm(),
     *softmax(),
     *options(),
+    *masks(),
     *growth(),
     *layer(),
     *overhead(),

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from bench import results as of
 from bench.cases import SETS
+from bench.masks import tile_share
 from bench.results import Results, Row
 
 Figure = float | None
@@ -101,6 +102,20 @@ def long_d64(row: Row) -> bool:
         return False
     *_, length, _, d = options["shape"]
     return bool(d == 64 and length >= 2048 and options["dtype"] == "float32")
+
+
+def over_share(row: Row) -> Figure:
+    """The time over that without a mask, as a multiple of the share of tiles that have a key."""
+    ratio = of.ratio(row, "no mask")
+    if ratio is None or row["kind"] != "Masked":
+        return None
+    options = row["options"]
+    return 1 / ratio / tile_share(options["pattern"], options["shape"][4])
+
+
+def farthest_over_share(results: Results) -> Figure:
+    values = [over_share(row) for row in results["rows"]]
+    return max((x for x in values if x is not None), default=None)
 
 
 def faster_than_one_thread(results: Results) -> Figure:
@@ -223,6 +238,10 @@ CLAIMS = (
           at("linear + gelu (4096, 384, 1536)", beside("product alone")), 0.9),
     Claim("float mask: at least 0.9 of the rate without a mask",
           at("BERT, float mask", beside("no mask")), 0.9),
+    Claim("masks: the share of the time without one at most 1.15 of the share of tiles seen",
+          farthest_over_share, most=1.15),
+    Claim("block mask of 16k: at least 8 times torch with the whole mask",
+          at("block mask 16k", lambda row, _: of.ratio(row, "torch")), 8.0),
     Claim("window 1024 of 16k: at least 75 % of the FMA peak, counting what is inside",
           least_share(lambda row: row["case"].startswith("window")), 0.75, unit="%"),
     Claim("weights returned: at least 2 times torch's matmul, softmax, matmul",

@@ -2,7 +2,8 @@
 
 A kind is a subclass of Case with a handful of members (below).  Its ``operations`` are method names
 that a rival is searched for, the first that it has being taken: a product with packed weights looks
-for ``packed`` and is content with ``product``.  The kinds of a KV cache are in caches.py.
+for ``packed`` and is content with ``product``.  The kinds of a KV cache are in caches.py, that of
+masks (L, S) in masks.py.
 """
 
 from __future__ import annotations
@@ -158,13 +159,16 @@ class Attention(Case):
                 first = max(0, last - self.window + 1) if self.window else 0
                 scores = np.full(s, -np.inf)
                 scores[first : last + 1] = k[first : last + 1] @ (q[i] * scale)
-                if self.mask:
-                    scores += arrays["mask"][item, 0, 0]
+                scores += self.added(arrays, item, i)
                 weights = np.exp(scores - scores.max())
                 weights /= weights.sum()
                 parts = [weights @ v, weights] if self.weights else [weights @ v]
                 answer.append(np.concatenate(parts))
         return np.array(answer)
+
+    def added(self, arrays: Arrays, item: int, i: int) -> np.ndarray | float:
+        """What the mask adds to the scores of query i of an item."""
+        return arrays["mask"][item, 0, 0] if self.mask else 0.0
 
     def sample(self, outputs: Outputs) -> np.ndarray:
         ends = ((0, 0), (self.shape[0] - 1, self.shape[1] - 1))

@@ -38,7 +38,7 @@ def formula(
     hkv, s = k.shape[1:3]
     scores = (q * scale).reshape(b, hkv, h // hkv, length, d) @ k[:, :, None].swapaxes(-1, -2)
     if mask is not None:
-        scores += mask[:, :, None]
+        scores += np.expand_dims(mask, -3)
     if keep is not None:
         scores = np.where(keep, scores, np.float32(-np.inf))
     weights = rows_softmax(scores)
@@ -51,10 +51,13 @@ class NumPyFormula(Rival):
         self.line = f"NumPy {np.__version__} {blas()}"
 
     def weights(self, case: Attention, arrays: Arrays) -> Prepared:
-        room_for_scores(case, 2 if case.causal else 1)
+        mask, keep = arrays.get("mask"), allowed(case)
+        if mask is not None and mask.dtype == bool:
+            mask, keep = None, mask
+        room_for_scores(case, 1 if keep is None else 2)
         scale = np.float32(1 / math.sqrt(case.shape[-1]) if case.scale is None else case.scale)
-        q, k, v, mask = arrays["q"], arrays["k"], arrays["v"], arrays.get("mask")
-        return Prepared(partial(formula, q, k, v, scale, mask, allowed(case)), tuple)
+        q, k, v = arrays["q"], arrays["k"], arrays["v"]
+        return Prepared(partial(formula, q, k, v, scale, mask, keep), tuple)
 
     def attention(self, case: Attention, arrays: Arrays) -> Prepared:
         return Prepared(self.weights(case, arrays).call, lambda result: result[:1])

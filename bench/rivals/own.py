@@ -12,6 +12,7 @@ import numpy as np
 import qkv_ext
 from bench.caches import Cached, CacheUse
 from bench.kinds import Arrays, Attention, Case, Product, Softmax
+from bench.masks import Masked, block_size
 from bench.rivals.base import Prepared, Rival
 from bench.steps import FeedForward, LayerNorm, Merge, RMSNorm, Rotary
 
@@ -33,7 +34,7 @@ class Own(Rival):
             options["causal"] = True
         if case.window:
             options["window"] = (case.window - 1, 0)
-        if case.mask:
+        if "mask" in arrays:
             options["mask"] = arrays["mask"]
         if case.scale is not None:
             options["scale"] = case.scale
@@ -42,6 +43,23 @@ class Own(Rival):
     def weights(self, case: Attention, arrays: Arrays) -> Prepared:
         call: Any = self.attention(case, arrays).call
         return Prepared(partial(call, return_weights=True), tuple)
+
+    def segments(self, case: Masked, arrays: Arrays) -> Prepared:
+        q, k, v = arrays["q"], arrays["k"], arrays["v"]
+        options = {"kv_segments": arrays["segments"], **self._run(case)}
+        return Prepared(partial(qkv_ext.scaled_dot_product_attention, q, k, v, **options))
+
+    def varlen(self, case: Masked, arrays: Arrays) -> Prepared:
+        q, k, v = (np.ascontiguousarray(arrays[x][0].swapaxes(0, 1)) for x in "qkv")
+        starts = np.searchsorted(arrays["segments"][0], np.arange(arrays["segments"][0, -1] + 2))
+        call = partial(qkv_ext.varlen_attention, q, k, v, starts, starts, **self._run(case))
+        return Prepared(call, lambda result: (result.swapaxes(0, 1)[None],))
+
+    def blocks(self, case: Masked, arrays: Arrays) -> Prepared:
+        q, k, v = arrays["q"], arrays["k"], arrays["v"]
+        mask = qkv_ext.BlockMask(arrays["blocks"], block_size(case.shape[4]))
+        options = {"block_mask": mask, **self._run(case)}
+        return Prepared(partial(qkv_ext.scaled_dot_product_attention, q, k, v, **options))
 
     def product(self, case: Product, arrays: Arrays) -> Prepared:
         return Prepared(partial(qkv_ext.matmul, arrays["x"], arrays["w"], **self._run(case)))

@@ -40,7 +40,7 @@ class Torch(Rival):
             options["attn_mask"] = torch.zeros(keep.shape).masked_fill_(~keep, -math.inf)
         elif case.causal:
             options["is_causal"] = True
-        if case.mask:
+        if "mask" in arrays:
             options["attn_mask"] = tensor(arrays["mask"])
         if case.scale is not None:
             options["scale"] = case.scale
