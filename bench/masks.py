@@ -68,7 +68,7 @@ def blocks_of(n: int) -> Array:
 
 def blocks(i: Array, j: Array, n: int) -> Array:
     rows, keys = block_size(n)
-    return blocks_of(n)[i[:, 0] // rows][:, j // keys]
+    return blocks_of(n)[i[:, 0] // rows].take(j // keys, axis=1)  # contiguous, unlike [:, j]
 
 
 #: Rows i (m, 1) and columns j (n,) of the mask (n, n).

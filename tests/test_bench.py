@@ -146,6 +146,7 @@ def test_window_row_counts_the_pairs_that_the_library_sees():
 def test_share_of_tiles(pattern):
     n = 600
     mask, seen = mask_of(pattern, n), 0
+    assert mask.flags.c_contiguous  # or a call would time a copy of it
     assert mask.any(axis=1).all()
     for i in range(0, n, ROWS):
         for j in range(0, n, KEYS):
