@@ -5,8 +5,8 @@ from libc.math cimport isfinite
 from libc.stdint cimport uint8_t
 
 from qkv_ext._core._kernels cimport (
-    QKV_ALLOWS, QKV_CHANGES, QKV_EXCLUDES, TILE, qkv_byte, qkv_is_kept, qkv_magnitude, qkv_row,
-    qkv_set_byte,
+    MASK_AHEAD, QKV_ALLOWS, QKV_CHANGES, QKV_EXCLUDES, TILE, qkv_byte, qkv_is_kept, qkv_magnitude,
+    qkv_prefetch_mask, qkv_row, qkv_set_byte,
 )
 
 from src.contract cimport ADDRESSES, K_SCALE_ADDRESS
@@ -87,6 +87,8 @@ cdef inline int look_at_masks(const Call *call, const qkv_row *rows, Py_ssize_t 
         row = rows + r
         if r and sees_as(row, row - 1):
             continue
+        if r + MASK_AHEAD < m:
+            qkv_prefetch_mask(row + MASK_AHEAD, first, n)
         lo, hi = max(row.lo, first), min(row.hi, first + n)
         if lo < hi:
             seen |= call.ops.look_at_mask(row, lo, hi - lo)

@@ -143,6 +143,9 @@ cdef extern from "kernels.h" nogil:
         void (*tanh)(const float *x, float *y, Py_ssize_t n) noexcept nogil
 
     void qkv_prefetch(const char *p, Py_ssize_t n) noexcept
+    enum:
+        MASK_AHEAD
+    void qkv_prefetch_mask(const qkv_row *row, Py_ssize_t first, Py_ssize_t n) noexcept
     void qkv_stream_end() noexcept
 
 

@@ -337,6 +337,16 @@ static inline void qkv_prefetch(const char *p, ptrdiff_t n) {
     for (ptrdiff_t i = 0; i < n; i += 64) QKV_PREFETCH(p + i, 2);
 }
 
+enum { MASK_AHEAD = 8 /* rows from the one that is looked at to the one that is asked for */ };
+
+/* The masks of a row for the keys first .. first + n - 1: rows of a mask lie far apart, and nobody else
+   sees that the next one will be wanted. */
+static inline void qkv_prefetch_mask(const qkv_row *row, ptrdiff_t first, ptrdiff_t n) {
+    if (!row->mask_step) return;
+    if (row->modifiers & QKV_KEEP) qkv_prefetch((const char *)(row->keep + first), n);
+    if (row->modifiers & QKV_BIAS) qkv_prefetch((const char *)(row->bias + first), 4 * n);
+}
+
 /* Other threads see what was streamed before they see what is written afterwards. */
 static inline void qkv_stream_end(void) {
 #if QKV_X86_64

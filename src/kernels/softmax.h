@@ -153,6 +153,8 @@ static void softmax_tile(float *s, ptrdiff_t lds, ptrdiff_t m, ptrdiff_t n, ptrd
             const qkv_row *row = rows + i + u;
             float *scores = s + u * lds;
             ptrdiff_t lo = MIN(MAX(row->lo - first, 0), n), hi = MIN(MAX(row->hi - first, lo), n);
+            if (row->modifiers & QKV_EXCLUDES && i + u + MASK_AHEAD < m)
+                qkv_prefetch_mask(row + MASK_AHEAD, first, n);
             if (row->modifiers) adjust_row(scores, n, first, row);
             for (ptrdiff_t j = 0; j < lo; j++) scores[j] = -INFINITY;
             for (ptrdiff_t j = hi; j < whole; j++) scores[j] = -INFINITY;
