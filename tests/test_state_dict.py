@@ -3,6 +3,7 @@
 import re
 
 import numpy as np
+import oracle
 import pytest
 
 from qkv_ext import MultiHeadAttention, scaled_dot_product_attention
@@ -348,13 +349,29 @@ def test_num_kv_heads_where_the_shapes_leave_a_doubt(rows, rng):
 
 
 @pytest.mark.parametrize("prefix", ["", "a"])
-def test_keys_and_values_of_different_widths(prefix, rng):
-    """nn.MultiheadAttention(kdim=10, vdim=12): values have a context of their own."""
+def test_keys_and_values_of_different_widths(prefix, backend, rng):
+    """G13, nn.MultiheadAttention(kdim=10, vdim=12): values have a context of their own."""
     at = prefix and "a."
     names = draw(rng, q_proj_weight=(8, 8), k_proj_weight=(8, 10), v_proj_weight=(8, 12),
                  in_proj_bias=(24,), out_proj__weight=(8, 8))  # fmt: skip
     layer = from_state_dict(under(at, names), prefix, 2)
     assert "d_in=8, num_heads=2, num_kv_heads=2, head_dim=4, d_out=8" in repr(layer)
+    x, keys, values = (rng.standard_normal((2, 5, n), np.float32) for n in (8, 10, 12))
+    bias = names["in_proj_bias"].reshape(3, 8)
+    q, k, v = (
+        (of @ names[f"{part}_proj_weight"].T + b).reshape(2, 5, 2, 4).swapaxes(1, 2)
+        for part, of, b in zip("qkv", (x, keys, values), bias, strict=True)
+    )
+    heads = oracle.attention(q, k, v)[0].swapaxes(1, 2).reshape(2, 5, 8)
+    expected = heads @ names["out_proj.weight"].T
+    output = layer(x, keys, value_context=values, backend=backend)
+    np.testing.assert_allclose(output, expected, atol=1e-5)
+    with pytest.raises(ValueError, match=r"value_context has shape .2, 4, 12.; expected .2, 5."):
+        layer(x, keys, value_context=values[:, :4], backend=backend)
+    with pytest.raises(
+        ValueError, match=r"context has shape .2, 5, 10.; expected .*, 12., the d_in"
+    ):
+        layer(x, keys, backend=backend)
 
 
 # ---- arrays -------------------------------------------------------------------------------------
