@@ -222,7 +222,7 @@ def test_step_of_a_layer(backend, rng):
 
 
 def test_a_segment_has_no_mask(rng):
-    """Nothing of (L, S) is made: 20,000 x 20,000 would be 400 MB."""
+    """Nothing of (L, S) is made, which would be 400 MB; NumPy's holds some scores at a time."""
     tracemalloc = pytest.importorskip("tracemalloc")
     q, k, v = arrays(rng, b=1, h=1, hkv=1, length=20000, s=20000, d=1)
     segments = np.repeat(np.arange(200), 100)[None]
@@ -232,7 +232,7 @@ def test_a_segment_has_no_mask(rng):
         sdpa(q, k, v, **given)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert peak < 5e6
+        assert peak < 50e6
 
 
 def test_block_mask():
