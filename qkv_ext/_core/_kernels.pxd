@@ -95,6 +95,9 @@ cdef extern from "kernels.h" nogil:
         void (*product_stored)(int kind, const float *a, Py_ssize_t lda, const void *b,
                                Py_ssize_t ldb, float *c, Py_ssize_t ldc, const float *beta,
                                Py_ssize_t m, Py_ssize_t n, Py_ssize_t k) noexcept nogil
+        void (*product_panel)(int kind, const float *a, Py_ssize_t lda, const void *b, float *c,
+                              Py_ssize_t ldc, const float *beta, Py_ssize_t m, Py_ssize_t n,
+                              Py_ssize_t k) noexcept nogil
         void (*dots)(const float *a, Py_ssize_t lda, const float *b, Py_ssize_t ldb, float *c,
                      Py_ssize_t ldc, Py_ssize_t m, Py_ssize_t n, Py_ssize_t k) noexcept nogil
         void (*pack)(const float *b, Py_ssize_t ldb, float *panel, Py_ssize_t n,

@@ -204,6 +204,11 @@ typedef struct {
                            float *c, ptrdiff_t ldc, const float *beta, ptrdiff_t m, ptrdiff_t n,
                            ptrdiff_t k);
 
+    /* The same for few rows of a and a panel b[k, PANEL] in any kind, that comes from memory: n <= PANEL.
+       All of the panel is read. */
+    void (*product_panel)(int kind, const float *a, ptrdiff_t lda, const void *b, float *c,
+                          ptrdiff_t ldc, const float *beta, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k);
+
     /* c[m, n] ldc = a[m, k] lda . b[n, k] ldb transposed: dot products of rows, for the few
        queries of a decode step, where packing b would cost more than the product. */
     void (*dots)(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb, float *c,

@@ -1,4 +1,5 @@
-/* product: c = a b (+ beta c), and product_stored, the same with b in storage.
+/* product: c = a b (+ beta c), product_stored, the same with b in storage, and product_panel, of few
+   rows.
    Part of template.h. */
 
 /* One register tile.  rows, vecs and partial are constants in every caller, so that the loops over
@@ -169,8 +170,9 @@ static void product(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb
 
 /* ---- storage types ---------------------------------------------------------------------------- */
 
-/* VL numbers of a storage type from place i on; kind is a constant in every caller. */
+/* VL numbers of a kind from place i on; kind is a constant in every caller. */
 static ALWAYS_INLINE vec v_stored(const int kind, const void *x, ptrdiff_t i) {
+    if (kind == QKV_FLOAT32) return v_load((const float *)x + i);
 #define STORAGE(NAME, name, bits, scaled, load, store)                                             \
     if (kind == QKV_##NAME) return load((const void *)((const char *)x + i * (bits) / 8));
 #include "storage.def"
@@ -247,4 +249,75 @@ static void product_stored(int kind, const float *a, ptrdiff_t lda, const void *
                 beta ? beta + i : NULL, k, whole ? VL : cols);
         j += cols;
     }
+}
+
+/* ---- few rows by a panel ---------------------------------------------------------------------- */
+
+enum {
+    PANEL_VECS = MIN(PANEL / VL, WIDE), /* of one row's tile */
+    PANEL_AHEAD = 2048,                 /* bytes from what is read to what is asked for */
+};
+
+/* What of product_tile's operations is for so many vectors, of which n columns are stored; asks for
+   what comes next where nobody else has read it. */
+static ALWAYS_INLINE void panel_tile(const int kind, const float *a, ptrdiff_t lda, const char *b,
+                                     float *c, ptrdiff_t ldc, const float *beta, ptrdiff_t n,
+                                     ptrdiff_t k, int asks, const int rows, const int vecs) {
+    const ptrdiff_t step = qkv_bytes(kind, PANEL);
+    vec acc[4][WIDE], right[WIDE];
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < vecs; j++) acc[i][j] = v_zero();
+    for (ptrdiff_t t = 0; t < k; t++, b += step) {
+        if (asks)
+            for (ptrdiff_t line = 0; line < step; line += 64) QKV_PREFETCH(b + PANEL_AHEAD + line, 3);
+        UNROLL for (int j = 0; j < vecs; j++) right[j] = v_stored(kind, b, j * VL);
+        UNROLL for (int i = 0; i < rows; i++) {
+            vec left = v_set1(a[i * lda + t]);
+            UNROLL for (int j = 0; j < vecs; j++) acc[i][j] = v_fma(left, right[j], acc[i][j]);
+        }
+    }
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < vecs; j++) {
+            float *to = c + i * ldc + j * VL;
+            ptrdiff_t cols = MAX(0, MIN(VL, n - j * VL));
+            vec value = acc[i][j];
+            if (beta) value = v_fma(v_set1(beta[i]), v_load_n(to, cols), value);
+            v_store_n(to, value, cols);
+        }
+}
+
+/* The rows that the registers hold, tile by tile: 4, 2 or 1 by what the vectors of a panel leave. */
+static ALWAYS_INLINE void panel_rows(const int kind, const float *a, ptrdiff_t lda, const char *b,
+                                     float *c, ptrdiff_t ldc, const float *beta, ptrdiff_t n,
+                                     ptrdiff_t k, int asks, const int rows) {
+    enum { TWO = MIN(PANEL_VECS, 4), FOUR = MIN(PANEL_VECS, VECS) };
+    const int vecs = rows == 4 ? FOUR : rows == 2 ? TWO : PANEL_VECS;
+    for (ptrdiff_t j = 0; j < n; j += vecs * VL, asks = 0)
+        panel_tile(kind, a, lda, b + qkv_bytes(kind, j), c + j, ldc, beta, n - j, k, asks, rows,
+                   vecs);
+}
+
+static ALWAYS_INLINE void panel_of_kind(const int kind, const float *a, ptrdiff_t lda,
+                                        const char *b, float *c, ptrdiff_t ldc, const float *beta,
+                                        ptrdiff_t m, ptrdiff_t n, ptrdiff_t k) {
+    ptrdiff_t i = 0;
+    int asks = 1;
+    for (; i + 4 <= m; i += 4, asks = 0)
+        panel_rows(kind, a + i * lda, lda, b, c + i * ldc, ldc, beta ? beta + i : NULL, n, k, asks,
+                   4);
+    for (; i + 2 <= m; i += 2, asks = 0)
+        panel_rows(kind, a + i * lda, lda, b, c + i * ldc, ldc, beta ? beta + i : NULL, n, k, asks,
+                   2);
+    if (i < m)
+        panel_rows(kind, a + i * lda, lda, b, c + i * ldc, ldc, beta ? beta + i : NULL, n, k, asks,
+                   1);
+}
+
+static void product_panel(int kind, const float *a, ptrdiff_t lda, const void *b, float *c,
+                          ptrdiff_t ldc, const float *beta, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k) {
+    if (kind == QKV_FLOAT32) panel_of_kind(QKV_FLOAT32, a, lda, b, c, ldc, beta, m, n, k);
+#define STORAGE(NAME, ...)                                                                         \
+    if (kind == QKV_##NAME) panel_of_kind(QKV_##NAME, a, lda, b, c, ldc, beta, m, n, k);
+#include "storage.def"
+#undef STORAGE
 }

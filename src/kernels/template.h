@@ -67,9 +67,9 @@ _Static_assert(GEMV_COLUMNS / 16 >= VL && GEMV_COLUMNS % VL == 0, "long rows are
 #include "softmax.h"
 
 const qkv_kernels QKV_TABLE = {
-        QKV_NAME,     ROWS,         product,       product_stored, dots,          pack,
-        softmax_tile, look_at_mask, epilogue,      adjust_row,     scale_rows,    split_finite,
-        weights,      largest,      exp_and_sum,   softmax,        widen,         scale_columns,
-        narrow,       to_int8,      rotate_halves, rotate_pairs,   merge_weights, merge_rows,
-        norm,         norm_sums,    norm_apply,    exp_each,       tanh_each,
+        QKV_NAME,      ROWS,         product,      product_stored, product_panel, dots,
+        pack,          softmax_tile, look_at_mask, epilogue,       adjust_row,    scale_rows,
+        split_finite,  weights,      largest,      exp_and_sum,    softmax,       widen,
+        scale_columns, narrow,       to_int8,      rotate_halves,  rotate_pairs,  merge_weights,
+        merge_rows,    norm,         norm_sums,    norm_apply,     exp_each,      tanh_each,
 };

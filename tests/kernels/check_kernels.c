@@ -101,6 +101,37 @@ static void check_product_stored(isa *ops, isa *scalar) {
                      expected[i * ldc + j], kind, m, n, k);
 }
 
+/* The bits of a product, for any kind and any number of rows. */
+static void check_product_panel(isa *ops, isa *scalar) {
+    ptrdiff_t m = size_between(1, 9), n = size_between(1, PANEL), k = size_between(0, 260);
+    ptrdiff_t lda = k + between(0, 9), ldc = n + between(0, 20);
+    int kind = (int)between(QKV_FLOAT32, QKV_KINDS - 1);
+    float *a = floats(m, k, lda), *beta = floats(1, m, m), *c = floats(m, n, ldc);
+    float *before, *expected, *wide = floats(k, PANEL, PANEL);
+    void *b = wide;
+    (void)scalar;
+    fill(a, m, k, lda, PLAIN);
+    fill(c, m, n, ldc, INTEGERS);
+    fill(beta, 1, m, m, PLAIN);
+    if (one_in(2)) beta = NULL;
+    before = copy_of(c, m, n, ldc);
+    expected = copy_of(c, m, n, ldc);
+    if (kind == QKV_FLOAT32) {
+        fill(wide, k, PANEL, PANEL, PLAIN);
+    } else {
+        b = any_stored(kind, k, PANEL, PANEL);
+        ops->widen(kind, b, PANEL, wide, k, PANEL);
+    }
+    ops->product(a, lda, wide, PANEL, expected, ldc, beta, m, n, k);
+    ops->product_panel(kind, a, lda, b, c, ldc, beta, m, n, k);
+    check_gaps(c, before, m, n, ldc);
+    for (ptrdiff_t i = 0; i < m; i++)
+        for (ptrdiff_t j = 0; j < n; j++)
+            if (!same(c[i * ldc + j], expected[i * ldc + j]))
+                fail("c[%td, %td] is %a, not %a: kind %d m %td n %td k %td", i, j, c[i * ldc + j],
+                     expected[i * ldc + j], kind, m, n, k);
+}
+
 static void check_dots(isa *ops, isa *scalar) {
     ptrdiff_t m = size_between(1, 11), n = size_between(1, 70), k = size_between(0, 280);
     ptrdiff_t lda = k + between(0, 9), ldb = k + between(0, 9), ldc = n + between(0, 20);
@@ -696,6 +727,7 @@ static const struct {
 } checks[] = {
         {"product", check_product},
         {"product_stored", check_product_stored},
+        {"product_panel", check_product_panel},
         {"dots", check_dots},
         {"pack", check_pack},
         {"softmax_tile", check_softmax_tile},
