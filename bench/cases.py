@@ -6,10 +6,11 @@ from bench.caches import STORAGE, Cached, CacheUse
 from bench.kinds import Attention, Beside, Case, Product, Softmax
 from bench.masks import Masked
 from bench.steps import FeedForward, LayerNorm, Merge, RMSNorm, Rotary
+from bench.weights import Stored
 
 SETS = (
-    "encoder", "causal", "decode", "cache", "gemm", "softmax", "options", "masks", "growth",
-    "layer", "overhead",
+    "encoder", "causal", "decode", "cache", "gemm", "weights", "softmax", "options", "masks",
+    "growth", "layer", "overhead",
 )  # fmt: skip
 
 
@@ -79,6 +80,16 @@ def gemm() -> tuple[Case, ...]:
             FeedForward(name=f"{name} {shape}", sets=("gemm",), shape=shape, residual=residual,
                         rivals=("NumPy", "torch"), beside=(Beside("product alone", plain),))
         )  # fmt: skip
+    return tuple(rows)
+
+
+def weights() -> tuple[Case, ...]:
+    rows: list[Case] = []
+    for m, kind in ((1, "bfloat16"), (1, "float16"), (4, "bfloat16"), (128, "bfloat16")):
+        case = Stored(name=f"weight {kind} ({m}, 4096, 4096)", sets=("weights",),
+                      shape=(m, 4096, 4096), weight_dtype=kind, quick=not rows,
+                      rivals=("NumPy",))  # fmt: skip
+        rows.append(case.but(beside=(Beside("float32", case.but(weight_dtype="float32")),)))
     return tuple(rows)
 
 
@@ -217,6 +228,7 @@ CASES: tuple[Case, ...] = (
     *gemm(),
     *softmax(),
     *options(),
+    *weights(),
     *masks(),
     *growth(),
     *layer(),

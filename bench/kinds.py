@@ -3,7 +3,7 @@
 A kind is a subclass of Case with a handful of members (below).  Its ``operations`` are method names
 that a rival is searched for, the first that it has being taken: a product with packed weights looks
 for ``packed`` and is content with ``product``.  The kinds of a KV cache are in caches.py, that of
-masks (L, S) in masks.py.
+masks (L, S) in masks.py, weights of 16 bits in weights.py.
 """
 
 from __future__ import annotations

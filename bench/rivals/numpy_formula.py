@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import partial
 
@@ -10,6 +11,7 @@ import numpy as np
 from bench.kinds import Arrays, Attention, Product, Softmax
 from bench.rivals.base import Prepared, Rival, allowed, room_for_scores
 from bench.steps import FeedForward, LayerNorm, Merge, RMSNorm, Rotary
+from bench.weights import Stored
 
 
 def rows_softmax(scores: np.ndarray) -> np.ndarray:
@@ -64,6 +66,12 @@ class NumPyFormula(Rival):
 
     def product(self, case: Product, arrays: Arrays) -> Prepared:
         return Prepared(partial(np.matmul, arrays["x"], arrays["w"]))
+
+    def stored(self, case: Stored, arrays: Arrays) -> Prepared:
+        """In float32, which is all that its BLAS has."""
+        count = case.but(weight_dtype="float32").count
+        turns = itertools.cycle([arrays["w"].copy() for _ in range(count)])
+        return Prepared(lambda: np.matmul(arrays["x"], next(turns)))
 
     def rotary(self, case: Rotary, arrays: Arrays) -> Prepared:
         x, cos, sin = (arrays[name] for name in ("x", "cos", "sin"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +16,7 @@ from bench.kinds import Arrays, Attention, Case, Product, Softmax
 from bench.masks import Masked, block_size
 from bench.rivals.base import Prepared, Rival
 from bench.steps import FeedForward, LayerNorm, Merge, RMSNorm, Rotary
+from bench.weights import Stored
 
 
 class Own(Rival):
@@ -68,6 +70,12 @@ class Own(Rival):
         weight = qkv_ext.pack_weight(arrays["w"])
         call = partial(qkv_ext.linear_projection, arrays["x"], weight, **self._run(case))
         return Prepared(call)
+
+    def stored(self, case: Stored, arrays: Arrays) -> Prepared:
+        packed = [qkv_ext.pack_weight(arrays["w"], dtype=case.weight_dtype)]
+        packed += [copy.copy(packed[0]) for _ in range(case.count - 1)]
+        turns, x, run = itertools.cycle(packed), arrays["x"], self._run(case)
+        return Prepared(lambda: qkv_ext.linear_projection(x, next(turns), **run))
 
     def up(self, case: FeedForward, arrays: Arrays) -> Prepared:
         call: Any = self.packed(case, arrays).call
