@@ -10,13 +10,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from qkv_ext._core import _backends, _copies
 from qkv_ext._core._options import PROJECTION, Flag, No, Options, Yes, shows, take
-from qkv_ext._core._packed import PackedWeight, split
+from qkv_ext._core._packed import WeightDtype, split
 from qkv_ext._core._threads import threads_of
 from qkv_ext._layers import _check_layer, _forward, _state_dict, _weights
 from qkv_ext._layers._check_layer import GivenRotary
 from qkv_ext._layers._forward import CALLED, Sequences, new
 from qkv_ext.cache import KVCache
-from qkv_ext.linear import pack_weight
 from qkv_ext.projected import ProjectedKV, Weight
 
 Array = NDArray[Any]
@@ -69,11 +68,15 @@ class MultiHeadAttention:
         What scores are multiplied by where a call gives no scale; 1/√D by default.
     sinks : array (H,), optional
         The sinks of a call that gives none: see ``scaled_dot_product_attention``.
+    weight_dtype : {"float32", "float16", "bfloat16"}, optional
+        What the weights are kept as, their own dtype by default: see ``pack_weight``.  For arrays:
+        a weight that is packed already is kept as it is.
 
     Raises
     ------
     TypeError, ValueError
-        Weights whose dtypes or shapes do not fit each other or the heads.
+        Weights whose dtypes or shapes do not fit each other or the heads; a weight_dtype of weights
+        that are packed already.
 
     Notes
     -----
@@ -116,16 +119,17 @@ class MultiHeadAttention:
         norm_eps: float | np.floating[Any] = 1e-6,
         scale: float | np.floating[Any] | None = None,
         sinks: ArrayLike | None = None,
+        weight_dtype: WeightDtype | None = None,
     ) -> None:
         layer = _weights.projections(
             w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, num_heads, num_kv_heads, one_context=False,
             q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps, scale=scale, sinks=sinks,
         )  # fmt: skip
         packed: dict[str, Any] = {
-            part: w if w is None or isinstance(w, PackedWeight) else pack_weight(w)
+            part: w if w is None else _weights.packed(w, weight_dtype, f"w_{part}")
             for part, w in layer.weights.items()
         }
-        own = not any(isinstance(layer.weights[part], PackedWeight) for part in "qkv")
+        own = not any(layer.weights[part] is packed[part] for part in "qkv")
         layer = layer._replace(weights=packed)
         if own and len({packed[part].shape[0] for part in "qkv"}) == 1:
             layer = _weights.joined(layer)
@@ -147,6 +151,7 @@ class MultiHeadAttention:
         norm_eps: float | np.floating[Any] = 1e-6,
         scale: float | np.floating[Any] | None = None,
         sinks: ArrayLike | None = None,
+        weight_dtype: WeightDtype | None = None,
     ) -> Self:
         """A layer from one matrix (d_in, (H + 2 Hkv)·D) that has the columns of Q, K and V.
 
@@ -165,7 +170,7 @@ class MultiHeadAttention:
             The shapes fit either way.  A model's code tells: grouped is where it makes
             (..., Hkv, H / Hkv + 2, D) of the product before it cuts it (with Hkv = H:
             (..., H, 3, D), or chunks of (..., H, 3 D)).  For Hkv = 1 both are the same.
-        w_o, b_o, num_heads, num_kv_heads, q_norm, k_norm, norm_eps, scale, sinks
+        w_o, b_o, num_heads, num_kv_heads, q_norm, k_norm, norm_eps, scale, sinks, weight_dtype
             As for the class.
 
         Returns
@@ -191,7 +196,7 @@ class MultiHeadAttention:
         return cls(
             w_q, w_k, w_v, w_o, b_q=b_q, b_k=b_k, b_v=b_v, b_o=b_o, num_heads=num_heads,
             num_kv_heads=num_kv_heads, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps,
-            scale=scale, sinks=sinks,
+            scale=scale, sinks=sinks, weight_dtype=weight_dtype,
         )  # fmt: skip
 
     @classmethod
@@ -212,6 +217,7 @@ class MultiHeadAttention:
         norm_eps: float | np.floating[Any] = 1e-6,
         scale: float | np.floating[Any] | None = None,
         sinks: ArrayLike | None = None,
+        weight_dtype: WeightDtype | None = None,
     ) -> Self:
         """A layer from W_Q and one matrix (d_ctx, 2 Hkv·D) of K and V: attention to a context.
 
@@ -223,7 +229,7 @@ class MultiHeadAttention:
             In the order of the columns.
         order : {"kv", "grouped"}
             Of the columns: those of K, then those of V; or the key and value of each head in turn.
-        w_o, b_q, b_o, num_heads, num_kv_heads, q_norm, k_norm, norm_eps, scale, sinks
+        w_o, b_q, b_o, num_heads, num_kv_heads, q_norm, k_norm, norm_eps, scale, sinks, weight_dtype
             As for the class.
 
         Returns
@@ -248,7 +254,7 @@ class MultiHeadAttention:
         return cls(
             w_q, w_k, w_v, w_o, b_q=b_q, b_k=b_k, b_v=b_v, b_o=b_o, num_heads=num_heads,
             num_kv_heads=num_kv_heads, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps,
-            scale=scale, sinks=sinks,
+            scale=scale, sinks=sinks, weight_dtype=weight_dtype,
         )  # fmt: skip
 
     @classmethod
@@ -263,6 +269,7 @@ class MultiHeadAttention:
         norm_eps: float | np.floating[Any] | None = None,
         norm_offset: float | np.floating[Any] = 0.0,
         scale: float | np.floating[Any] | None = None,
+        weight_dtype: WeightDtype | None = None,
         ignore: str | Iterable[str] = (),
     ) -> Self:
         """A layer from the named weights of a trained model, as a safetensors file holds them.
@@ -309,6 +316,8 @@ class MultiHeadAttention:
             What is added to the weights of these norms: 1.0 for Gemma's (1 + w).
         scale : float, optional
             As for the class.  T5's names have to be given it: its scale is 1.
+        weight_dtype : {"float32", "float16", "bfloat16"}, optional
+            As for the class.
         ignore : str or strings
             Patterns, as of ``fnmatch``, of names that may be left out: whole names, or what follows
             the prefix or the name of the attention module.
@@ -316,7 +325,7 @@ class MultiHeadAttention:
         Returns
         -------
         MultiHeadAttention
-            float16 and bfloat16 weights are converted to float32, once.
+            Of float32: float16 and bfloat16 weights are converted, but kept as weight_dtype is.
 
         Raises
         ------
@@ -360,6 +369,7 @@ class MultiHeadAttention:
         if num_kv_heads is None:
             num_kv_heads = _state_dict.kv_heads(found, num_heads)
         more |= {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "scale": scale}
+        more |= {"weight_dtype": weight_dtype}
         if "qkv" in w:
             more |= {"order": order, "b_qkv": b["qkv"], "b_o": b["o"]}
             return cls.from_fused(w["qkv"], w["o"], **more)
@@ -591,6 +601,9 @@ class MultiHeadAttention:
         more = f", norms={norms}, norm_eps={layer.norm_eps}" if norms else ""
         more += "" if layer.scale is None else f", scale={layer.scale}"
         more += "" if layer.sinks is None else ", sinks=True"
+        kept = [w.weight_dtype for w in layer.weights.values() if w is not None]
+        if any(kind != layer.weights["q"].dtype.name for kind in kept):
+            more += f", weight_dtype={kept[0] if len(set(kept)) == 1 else tuple(kept)}"
         return (
             f"{type(self).__name__}(d_in={d_in}, num_heads={layer.num_heads}, "
             f"num_kv_heads={layer.num_kv_heads}, head_dim={width // layer.num_heads}, "

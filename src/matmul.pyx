@@ -6,7 +6,7 @@
       task      one of each
         chunk     256 of the inner dimension: its sum is added to what the earlier ones left in out;
                   the task's columns of b are packed into panels of 64, unless they are already, or
-                  few rows would use them
+                  few rows would use them; panels of 16 bits are widened but for a few rows
           block     192 rows of a: they stay in the second-level cache
             panel     product of the block x 64 columns, register tile by register tile; after the
                       last chunk what ends it, while it is in the first cache
@@ -21,9 +21,9 @@ cimport cython
 from libc.string cimport memcpy, memset
 
 from qkv_ext._core._kernels cimport (
-    PANEL, QKV_GELU, QKV_GELU_TANH, QKV_RELU, QKV_SILU, TILE, parallel_for, qkv_build,
-    qkv_enter_float_mode, qkv_float_mode, qkv_kernels, qkv_leave_float_mode, qkv_prefetch, qkv_run,
-    release, scratch, stopped, table,
+    PANEL, QKV_BFLOAT16, QKV_FLOAT16, QKV_FLOAT32, QKV_GELU, QKV_GELU_TANH, QKV_RELU, QKV_SILU,
+    TILE, parallel_for, qkv_build, qkv_bytes, qkv_enter_float_mode, qkv_float_mode, qkv_kernels,
+    qkv_leave_float_mode, qkv_prefetch, qkv_run, release, scratch, stopped, table,
 )
 
 import numpy
@@ -35,6 +35,8 @@ BUILD = qkv_build.decode()
 
 cdef int MAX_NDIM = MOST_AXES
 cdef object float32 = numpy.dtype("float32")
+cdef object float16 = numpy.dtype("float16")
+cdef object uint16 = numpy.dtype("uint16")
 cdef object ndarray = numpy.ndarray
 cdef object empty = numpy.empty
 cdef dict CODES = {None: 0, "relu": QKV_RELU, "gelu": QKV_GELU, "gelu_tanh": QKV_GELU_TANH,
@@ -49,6 +51,7 @@ cdef enum:
     BLOCK = 192          # rows of a that meet all panels of a task before the next do
     STRIP = 48           # of them, whose results are in the first cache when they are ended
     PACK_ROWS = 16       # from here on packing a panel of b pays
+    FEW_AT_MEMORY = 8    # up to which what a product waits for is a panel that comes from memory
     COLUMNS = 16384      # of b, read in place, between two looks at the signals
     SMALL_WORK = 100000  # multiplications below which no other thread is woken up
 
@@ -57,6 +60,7 @@ cdef struct Call:
     const qkv_kernels *ops
     Py_buffer a, b, out
     bint packed          # b is panels, not a matrix
+    int kind             # of the numbers of b: QKV_FLOAT32, or for panels a type of storage.def
     const float *bias    # [N] or NULL
     int activation       # QKV_RELU, ... or 0
     const float *residual  # [M, N] ldr or NULL; of one item
@@ -66,7 +70,8 @@ cdef struct Call:
     Py_ssize_t rows, row_blocks, panels, panel_groups, block
     float *workspaces    # per worker: panels [panels, TILE, PANEL], and ones [block]
     Py_ssize_t workspace_size, ones_at  # in floats
-    bint pack
+    bint pack            # there are such panels
+    bint few             # rows, which are multiplied by panels as they come from memory
 
 
 cdef inline char *item_of(const Call *call, const Py_buffer *x, Py_ssize_t item) noexcept nogil:
@@ -97,6 +102,20 @@ cdef void pack_panels(const float *b, Py_ssize_t ldb, float *panels, Py_ssize_t 
                    min(PANEL, n - j) * sizeof(float))
 
 
+cdef inline const char *panel_of(const Call *call, Py_ssize_t column, Py_ssize_t t) noexcept nogil:
+    """Row t of the panel of b that begins with a column."""
+    return <const char *> call.b.buf + qkv_bytes(call.kind, column * call.K + t * PANEL)
+
+
+cdef inline void multiply(const Call *call, const float *a, Py_ssize_t lda, const void *b,
+                          Py_ssize_t ldb, float *out, Py_ssize_t ldo, const float *beta,
+                          Py_ssize_t m, Py_ssize_t n, Py_ssize_t k) noexcept nogil:
+    if call.few:
+        call.ops.product_panel(call.kind, a, lda, b, out, ldo, beta, m, n, k)
+    else:
+        call.ops.product(a, lda, <const float *> b, ldb, out, ldo, beta, m, n, k)
+
+
 cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexcept nogil:
     cdef const Call *call = <const Call *> job
     cdef Py_ssize_t item = index // (call.row_blocks * call.panel_groups)
@@ -108,7 +127,7 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
     cdef const float *ones = panels + call.ones_at
     cdef const float *a = <const float *> item_of(call, &call.a, item) + first * lda
     cdef const float *b = <const float *> call.b.buf
-    cdef const float *right
+    cdef const void *right
     cdef float *out = <float *> item_of(call, &call.out, item) + first * ldo
     cdef Py_ssize_t start = group * call.panels * PANEL, t, depth, j, n, i, rows
     cdef Py_ssize_t end = min(start + call.panels * PANEL, call.N)
@@ -120,7 +139,11 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
             width, step = COLUMNS, ldb
     for t from 0 <= t < max(call.K, 1) by TILE:  # K may be 0: zeros
         depth = min(TILE, call.K - t)
-        if call.pack:
+        if call.pack and call.packed:
+            for j from start <= j < end by PANEL:
+                call.ops.widen(call.kind, panel_of(call, j, t), 0, panels + (j - start) * TILE, 1,
+                               depth * PANEL)
+        elif call.pack:
             pack_panels(b + t * ldb + start, ldb, panels, depth, end - start)
         for i from 0 <= i < m by call.block:
             rows = min(call.block, m - i)
@@ -128,21 +151,21 @@ cdef void run_task(void *job, Py_ssize_t index, int worker, qkv_run *run) noexce
                 if stopped(run, worker):
                     return
                 n = min(width, end - j)
-                if call.packed:
-                    right = b + j * call.K + t * PANEL
-                elif call.pack:
+                if call.pack:
                     right = panels + (j - start) * TILE
+                elif call.packed:
+                    right = panel_of(call, j, t)
                 else:
                     right = b + t * ldb + j
                 if call.ends and t + depth == call.K:
                     product_to_end(call, a + i * lda + t, lda, right, step, out + i * ldo + j, ldo,
                                    ones if t else NULL, first + i, j, rows, n, depth)
                 else:
-                    call.ops.product(a + i * lda + t, lda, right, step, out + i * ldo + j, ldo,
-                                     ones if t else NULL, rows, n, depth)
+                    multiply(call, a + i * lda + t, lda, right, step, out + i * ldo + j, ldo,
+                             ones if t else NULL, rows, n, depth)
 
 
-cdef inline void product_to_end(const Call *call, const float *a, Py_ssize_t lda, const float *b,
+cdef inline void product_to_end(const Call *call, const float *a, Py_ssize_t lda, const void *b,
                                 Py_ssize_t ldb, float *out, Py_ssize_t ldo, const float *beta,
                                 Py_ssize_t row, Py_ssize_t column, Py_ssize_t m, Py_ssize_t n,
                                 Py_ssize_t k) noexcept nogil:
@@ -159,7 +182,7 @@ cdef inline void product_to_end(const Call *call, const float *a, Py_ssize_t lda
             residual = call.residual + (row + i) * call.ldr + column
             for s in range(rows):  # they come while the strip is multiplied
                 qkv_prefetch(<const char *> (residual + s * call.ldr), n * sizeof(float))
-        call.ops.product(a + i * lda, lda, b, ldb, out + i * ldo, ldo, beta, rows, n, k)
+        multiply(call, a + i * lda, lda, b, ldb, out + i * ldo, ldo, beta, rows, n, k)
         call.ops.epilogue(out + i * ldo, ldo, bias, call.activation, residual, call.ldr, rows, n)
 
 
@@ -176,10 +199,16 @@ cdef int run(Call *call, Py_ssize_t items, int threads) except -1:
     call.ends = call.bias != NULL or call.activation or call.residual != NULL
     if work < SMALL_WORK:
         threads = 1
-    call.pack = call.M >= PACK_ROWS and not call.packed
+    if call.packed:
+        call.few = call.M <= FEW_AT_MEMORY
+        call.pack = not call.few and call.kind != QKV_FLOAT32
+    else:
+        call.pack = call.M >= PACK_ROWS
     call.rows = min(call.M, ROWS)
     call.panels = min(panels, PANELS)
-    if not call.packed and not call.pack:  # rows of b are read in place: the longer, the better
+    if call.few:
+        call.panels = 1  # which is read from end to end
+    elif not call.packed and not call.pack:  # rows of b are read in place: the longer, the better
         call.panels = (panels + threads - 1) // threads
     while (call.packed or call.pack) and count_tasks(call, items, panels) < 4 * threads:
         if call.panels > SOME_PANELS:  # enough tasks for every thread to have some
@@ -207,6 +236,18 @@ cdef int run(Call *call, Py_ssize_t items, int threads) except -1:
     return 0
 
 
+cdef inline int kind_of(panels) except -1:
+    """What the panels of a PackedWeight are kept as."""
+    dtype = panels.dtype
+    if dtype is float32 or dtype == float32:
+        return QKV_FLOAT32
+    if dtype == float16:
+        return QKV_FLOAT16
+    if dtype == uint16:
+        return QKV_BFLOAT16
+    raise TypeError(f"panels are {dtype}; expected float32, float16, or uint16 for bfloat16")
+
+
 cdef compute(int isa, problem):
     """Write problem.out = activation(a b + bias) + residual."""
     cdef Call call
@@ -230,6 +271,7 @@ cdef compute(int isa, problem):
         call.activation = CODES[activation]
         call.ops = table(isa)
         call.packed = packed
+        call.kind = kind_of(b) if packed else QKV_FLOAT32
         call.M = call.out.shape[call.out.ndim - 2]
         call.N = call.out.shape[call.out.ndim - 1]
         call.K = call.a.shape[call.a.ndim - 1]
@@ -292,7 +334,7 @@ cdef plain_linear(int isa, a, b, bias, Py_ssize_t columns, int least, int thread
                   residual):
     """activation(a b + bias) + residual where the arrays can be taken as they are, else None.
 
-    columns is N where b is panels, else 0; least is the rank that a has to have.
+    columns is N where b is the panels of a PackedWeight, else 0; least is the least rank of a.
     """
     cdef Call call
     cdef Py_buffer a_view, b_view, bias_view, residual_view, out_view
@@ -310,9 +352,12 @@ cdef plain_linear(int isa, a, b, bias, Py_ssize_t columns, int least, int thread
             if type(activation) is not str or activation not in CODES:
                 return None
             call.activation = CODES[activation]
-        if not (take(a, &a_view) and take(b, &b_view) and (bias is None or take(bias, &bias_view))
+        if not (take(a, &a_view) and (columns or take(b, &b_view))
+                and (bias is None or take(bias, &bias_view))
                 and (residual is None or take(residual, &residual_view))):
             return None
+        if columns:
+            PyObject_GetBuffer(b, &b_view, PyBUF_STRIDES)
         if not least <= a_view.ndim <= MAX_NDIM or a_view.len == 0:
             return None
         if b_view.ndim != (3 if columns else 2):
@@ -336,6 +381,7 @@ cdef plain_linear(int isa, a, b, bias, Py_ssize_t columns, int least, int thread
         call.bias = <const float *> bias_view.buf
         call.ops = table(isa)
         call.packed = columns > 0
+        call.kind = kind_of(b) if columns else QKV_FLOAT32
         call.M, call.N, call.K = M, N, K
         run(&call, 1, threads)
         return out

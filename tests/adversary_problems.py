@@ -14,7 +14,7 @@ from tolerance import WAYS, largest, plain_attention
 
 import qkv_ext
 from qkv_ext import KVCache
-from qkv_ext._cache._storage import ENTRIES, encode
+from qkv_ext._core._storage import ENTRIES, encode
 
 F32 = np.float32
 STORAGE = ("float32", "float32", "float16", "bfloat16")

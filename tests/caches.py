@@ -4,7 +4,7 @@ import numpy as np
 from cases import dtype_of
 
 import qkv_ext
-from qkv_ext._cache._storage import ENTRIES
+from qkv_ext._core._storage import ENTRIES
 
 STORAGE = tuple(ENTRIES)
 

@@ -14,7 +14,7 @@ from fuzz_arrays import HUGE, JUNK
 
 import qkv_ext
 import qkv_ext.onnx
-from qkv_ext._cache._storage import ENTRIES
+from qkv_ext._core._storage import ENTRIES
 
 last = ""  #: the latest call as text, for the report of a finding
 
@@ -347,7 +347,7 @@ def linear(draw):
     if draw.one_in(3):
         options["residual"] = draw.array([*lead, n], dtype)
     if draw.one_in(2) and dtype == np.float32:
-        w = qkv_ext.pack_weight(w)
+        w = qkv_ext.pack_weight(w, dtype=draw.choice([None, "float16", "bfloat16"]))
     return Call(qkv_ext.linear_projection, [x, w, b], options)
 
 

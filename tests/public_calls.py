@@ -155,7 +155,8 @@ CALLS = {  # the call, its arguments, and the kinds of those that are to be odd
     "linear_projection": (qkv_ext.linear_projection, {"x": X, "w": W},
                           dict.fromkeys(("x", "w", "b", "residual"), "array")
                           | {"activation": "choice"} | PRODUCT),
-    "pack_weight": (lambda **given: qkv_ext.pack_weight(**given).panels, {}, {"w": "array"}),
+    "pack_weight": (lambda **given: qkv_ext.pack_weight(**given).panels, {"w": W},
+                    {"w": "array", "dtype": "choice"}),
     "softmax": (qkv_ext.softmax, {"x": f32(2, 2, 3)}, {"x": "array", "axis": "integer"} | PRODUCT),
     "layer_norm": (qkv_ext.layer_norm, {"x": X, "weight": W[0]},
                    {"x": "array", "weight": "array", "bias": "array", "eps": "real"} | PRODUCT),

@@ -6,8 +6,8 @@ from caches import STORAGE
 from cases import dtype_of
 
 from qkv_ext import KVCache
-from qkv_ext._cache._storage import widen
 from qkv_ext._core import _backends
+from qkv_ext._core._storage import widen
 
 F32 = np.finfo(np.float32)
 #: largest magnitudes of a row, for the scales of int8 and what 16 bits round to

@@ -121,7 +121,7 @@ def test_constants_that_are_spelt_twice(module, edit, said, python, tmp_path):
     folder = whole_copy(tmp_path)
     with (folder / "qkv_ext" / f"{module.replace('.', '/')}.py").open("a") as file:
         file.write(f"\n{edit}\n")
-    without_text(folder / "qkv_ext" / "_cache" / "_storage.py")  # or the ids would tell
+    without_text(folder / "qkv_ext" / "_core" / "_storage.py")  # or the ids would tell
     assert_numpy_serves(python, folder, f"_attention does not load: {said} qkv_ext.{module};")
 
 

@@ -11,7 +11,8 @@ from tolerance import assert_same_bits, largest
 
 import qkv_ext
 from qkv_ext import KVCache
-from qkv_ext._cache import _pages, _storage
+from qkv_ext._cache import _pages
+from qkv_ext._core import _storage
 
 F32 = np.finfo(np.float32)
 EDGES = np.float32(

@@ -196,18 +196,6 @@ def test_packed_weight(dtype, shape, rng):
     np.testing.assert_allclose(linear(x, packed, backend="numpy"), x @ w, rtol=1e-4, atol=1e-4)
 
 
-def test_packed_weight_of_16_bits_is_widened_once(backend, rng):
-    """Its panels are float32, and the product that of float32, rounded once."""
-    x, w = (rng.standard_normal(s).astype(np.float16) for s in ((4, 9), (9, 70)))
-    packed = qkv_ext.pack_weight(w)
-    assert (packed.dtype, packed.panels.dtype) == (np.float16, np.float32)
-    assert pickle.loads(pickle.dumps(packed)).dtype == np.float16
-    exact = linear(x.astype(np.float32), w.astype(np.float32), backend=backend)
-    output = linear(x, packed, backend=backend)
-    assert output.dtype == np.float16
-    np.testing.assert_allclose(output, exact, rtol=1e-3, atol=1e-6)
-
-
 def test_packed_weight_has_no_other_maker():
     """Panels and shape that do not fit each other would be read out of bounds."""
     with pytest.raises(TypeError, match="made by pack_weight"):

@@ -76,7 +76,7 @@ STORAGE = {
          'STORAGE(BRIEF, "brief", 16, 0, v_from_half, v_to_half)\n'
          'STORAGE(EIGHT, "eight", 8, 1, v_from_int8, )\n'),
     ],
-    "qkv_ext/_cache/_storage.py": [
+    "qkv_ext/_core/_storage.py": [
         ('    "int8": Storage(np.dtype(np.int8), True, _int8, _wide),\n',
          '    "brief": Storage(np.dtype(np.float16), False, _float16, _wide),\n'
          '    "eight": Storage(np.dtype(np.int8), True, _int8, _wide),\n'),
@@ -124,7 +124,9 @@ FUNCTION = {
          '    "double": (qkv_ext.double, {"x": W}, {"x": "array"}),\n'),
     ],
     "tests/test_docs.py": [('PLAIN = ("alibi_slopes", "backends", ', '"double", ')],
-    "tests/test_signatures.py": [('    "pack_weight": "w",\n', '    "double": "x",\n')],
+    "tests/test_signatures.py": [
+        ('    "pack_weight": "w, dtype=None!",\n', '    "double": "x",\n'),
+    ],
 }  # fmt: skip
 
 

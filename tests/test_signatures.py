@@ -18,7 +18,7 @@ OPTIONS = (
     f"mask=None!, {VARLEN}q_lengths=None!, block_mask=None!, q_segments=None!, kv_segments=None!, "
     "query_offset=None!, key_offset=0!, "
 )
-NORMS = "q_norm=None!, k_norm=None!, norm_eps=1e-06!, scale=None!, sinks=None!"
+NORMS = "q_norm=None!, k_norm=None!, norm_eps=1e-06!, scale=None!, sinks=None!, weight_dtype=None!"
 LAST = "out=None!, threads=None!, backend=None!"
 SIGNATURES = {
     "BlockMask": "keep, block_size",
@@ -49,7 +49,7 @@ SIGNATURES = {
     ),
     "MultiHeadAttention.from_state_dict": (
         "mapping, prefix, num_heads, num_kv_heads=None, order=None!, norm_eps=None!, "
-        "norm_offset=0.0!, scale=None!, ignore=()!"
+        "norm_offset=0.0!, scale=None!, weight_dtype=None!, ignore=()!"
     ),
     "MultiHeadAttention.project_kv": (
         "self, context, value_context=None!, threads=None!, backend=None!"
@@ -61,7 +61,8 @@ SIGNATURES = {
         "**options"
     ),
     "PackedWeight": "*arguments, **keywords",
-    "PackedWeight.from_matrix": "w",
+    "PackedWeight.dequantize": "self",
+    "PackedWeight.from_matrix": "w, weight_dtype=None",
     "ProjectedKV": "k, v",
     "RotaryFrequencies": "inv_freq, attention_factor",
     "alibi_slopes": "num_heads",
@@ -79,7 +80,7 @@ SIGNATURES = {
     "linear_projection": f"x, w, b=None, activation=None!, residual=None!, {LAST}",
     "matmul": "a, b, out=None!, threads=None!, backend=None!",
     "merge_attention": "outputs, lses, layout='bhld'!, threads=None!, backend=None!",
-    "pack_weight": "w",
+    "pack_weight": "w, dtype=None!",
     "rms_norm": "x, weight, eps=1e-06!, out=None!, threads=None!, backend=None!",
     "rotary_inv_freq": (
         "dim, base=None, scaling=None, length=None!, max_position_embeddings=None!, "

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from qkv_ext._cache._pages import Layout
-from qkv_ext._cache._storage import ENTRIES
 from qkv_ext._cache._store import Store
 from qkv_ext._core import _arrays, _check, _problem, _rules
 from qkv_ext._core._arrays import (
@@ -26,6 +25,7 @@ from qkv_ext._core._arrays import (
 from qkv_ext._core._check import Checked
 from qkv_ext._core._options import Given
 from qkv_ext._core._problem import TILE, Problem, Scoring, Sizes
+from qkv_ext._core._storage import ENTRIES
 
 _MOST = 1 << 31  #: of every size; memory ends before that
 _MOST_ITEMS = 1 << 20

@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv_ext._cache._storage import ENTRIES, SCALED
 from qkv_ext._core._arrays import FLOAT32, Array
 from qkv_ext._core._packed import PANEL
 from qkv_ext._core._problem import SLACK
+from qkv_ext._core._storage import ENTRIES, SCALED
 
 _HUGE = 2 << 20  #: bytes of a huge page
 _SLAB = 4 << 20  #: bytes that are asked of the system at a time by a cache that is large

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv_ext._cache._pages import SHARE, Layout, Page, Pool
-from qkv_ext._cache._storage import ENTRIES, SCALED, encode, widen
 from qkv_ext._core._arrays import FLOAT32, Array
+from qkv_ext._core._storage import ENTRIES, SCALED, encode, widen
 
 #: Integer keys with scales below it make products that float32 holds, unless q is as large.
 _LARGE_SCALE = np.float32(2.0**60)

@@ -51,7 +51,7 @@ OWN = {  # beside src/<module>.pyx
 }
 CONTRACT = (
     "_cache/_pages.py",
-    "_cache/_storage.py",
+    "_core/_storage.py",
     "_cache/_store.py",
     "_core/_arrays.py",
     "_core/_backends.py",

@@ -16,9 +16,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import numpy as np
 
 from qkv_ext._core import _arrays, _problem, _rules
-from qkv_ext._core._arrays import BHLD, BLHD, FLOAT32, Array, Later, operand, same_dtype, shown
+from qkv_ext._core._arrays import (
+    BHLD,
+    BLHD,
+    FLOAT32,
+    FLOAT64,
+    Array,
+    Later,
+    operand,
+    same_dtype,
+    shown,
+)
 from qkv_ext._core._options import Given
-from qkv_ext._core._packed import PackedWeight
+from qkv_ext._core._packed import WEIGHT_DTYPES, PackedWeight
 from qkv_ext._core._problem import Problem, Product, Rows, Scoring, Sizes
 from qkv_ext._core._threads import threads_of
 
@@ -372,7 +382,7 @@ def product(
     products = math.prod(shape) * d_in
     if products >= _arrays.MOST_PRODUCTS:
         raise _arrays.infeasible(f"x and w have shapes {x.shape} and {w.shape}", products)
-    weight = w.panels if packed else w
+    weight = w.panels if packed else _computed(w)
     output, target, copies = _result(out, shape, x.dtype, x, weight, b, residual)
     rows = math.prod(x.shape[:-1])
     flat = target.reshape(rows, d_out)
@@ -382,7 +392,7 @@ def product(
     x = _computed(x).reshape(rows, d_in)
     if residual is not None:
         residual = _computed(residual).reshape(rows, d_out)
-    fields = x, _computed(weight), packed, b, flat, threads, activation, residual
+    fields = x, weight, packed, b, flat, threads, activation, residual
     return Product(*fields), (output,), copies
 
 
@@ -392,6 +402,19 @@ def matrix(w: Any, name: str) -> Array:
     if array.ndim != 2:
         raise ValueError(f"{name} has shape {array.shape}; expected (d_in, d_out)")
     return array
+
+
+def packed(w: Any, dtype: Any, name: str, keyword: str) -> PackedWeight:
+    """Check a weight (d_in, d_out), and what it is to be kept as, and pack it."""
+    w = matrix(w, name)
+    if dtype is not None:
+        dtype = _arrays.choice(dtype, keyword, WEIGHT_DTYPES)
+        if w.dtype == FLOAT64:
+            raise TypeError(
+                f"{keyword} is {dtype!r} and {name} is float64, which is kept as it is; "
+                f"expected float32, float16 or bfloat16, such as {name}.astype(np.float32)"
+            )
+    return PackedWeight.from_matrix(w, dtype)
 
 
 def transposed(*weights: str) -> str:

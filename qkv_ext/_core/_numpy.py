@@ -19,6 +19,7 @@ import numpy as np
 from qkv_ext._core import _activations
 from qkv_ext._core._arrays import FLOAT32, Array, converted
 from qkv_ext._core._blas import held_to_threads
+from qkv_ext._core._packed import wide
 
 if TYPE_CHECKING:
     from qkv_ext._core._problem import Problem, Product, Rotation, Rows, Rules
@@ -343,7 +344,7 @@ def product(problem: Product) -> None:
             count, k, width = b.shape
             for rows, panels in _pieces(m, count, k * width):
                 columns = slice(panels.start * width, min(n, panels.stop * width))
-                made = np.matmul(a[rows], b[panels]).transpose(1, 0, 2)  # (m, P, 64)
+                made = np.matmul(a[rows], wide(b[panels])).transpose(1, 0, 2)  # (m, P, 64)
                 out[rows, columns] = made.reshape(len(made), -1)[:, : columns.stop - columns.start]
         else:
             _multiply(a, b, out)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 
 from qkv_ext._core import _copies
-from qkv_ext._core._arrays import Array, compute_dtype
+from qkv_ext._core._arrays import FLOAT64, Array, compute_dtype
+from qkv_ext._core._storage import ENTRIES, encode, widen
 
 PANEL = 64  #: columns of a panel; PANEL of src/kernels/kernels.h
 _LINE = 64  #: bytes of a cache line
+WeightDtype = Literal["float32", "float16", "bfloat16"]  #: what weights may be kept as
+WEIGHT_DTYPES: tuple[str, ...] = get_args(WeightDtype)
+_NAMES = {ENTRIES[name]: name for name in WEIGHT_DTYPES} | {FLOAT64: "float64"}
 
 
 def _zeros(count: int, k: int, dtype: np.dtype[Any]) -> Array:
@@ -19,6 +23,13 @@ def _zeros(count: int, k: int, dtype: np.dtype[Any]) -> Array:
     room = np.zeros(count * k * PANEL + _LINE // dtype.itemsize, dtype)
     skip = -room.ctypes.data % _LINE // dtype.itemsize
     return room[skip : skip + count * k * PANEL].reshape(count, k, PANEL)
+
+
+def wide(panels: Array) -> Array:
+    """The numbers of panels, as what computes takes them: float32 or float64."""
+    if panels.dtype == compute_dtype(panels.dtype) and panels.dtype != ENTRIES["bfloat16"]:
+        return panels
+    return widen(panels, None, _NAMES[panels.dtype])
 
 
 class PackedWeight:
@@ -32,9 +43,11 @@ class PackedWeight:
     shape : tuple of int
         (K, N), the shape of the matrix.
     dtype : numpy.dtype
-        That of the matrix.
+        That of the matrix, and of what is multiplied with it.
+    weight_dtype : str
+        What its numbers are kept as: ``"float32"``, ``"float16"``, ``"bfloat16"`` or ``"float64"``.
     panels : array (ceil(N / 64), K, 64)
-        Read-only, zero beyond column N; float32 where the matrix is float16 or bfloat16.
+        Read-only, zero beyond column N; bfloat16 is there as its 16 bits, uint16.
     nbytes : int
         What the panels take in memory.
     """
@@ -49,14 +62,25 @@ class PackedWeight:
         raise TypeError("a PackedWeight is made by pack_weight(w)")
 
     @classmethod
-    def from_matrix(cls, w: Array) -> Self:
-        """The packed form of a checked matrix."""
+    def from_matrix(cls, w: Array, weight_dtype: str | None = None) -> Self:
+        """The packed form of a checked matrix, kept as it is or as that."""
         k, n = w.shape
-        panels = _zeros(-(-n // PANEL), k, compute_dtype(w.dtype))
+        kind = w.dtype.name if weight_dtype is None else weight_dtype
+        panels = _zeros(-(-n // PANEL), k, ENTRIES.get(kind, FLOAT64))
         for index, panel in enumerate(panels):
             columns = w[:, index * PANEL : (index + 1) * PANEL]
+            if kind in ENTRIES:
+                columns, _ = encode(columns, kind)
             panel[:, : columns.shape[1]] = columns
         return cls._of(panels, n, w.dtype)
+
+    @classmethod
+    def _restored(cls, panels: Array, n: int, dtype: np.dtype[Any]) -> Self:
+        """A weight out of a pickle."""
+        count, k, _ = panels.shape
+        room = _zeros(count, k, np.dtype(panels.dtype.type))  # it may come from another machine
+        room[:] = panels
+        return cls._of(room, n, dtype)
 
     @classmethod
     def _of(cls, panels: Array, n: int, dtype: np.dtype[Any]) -> Self:
@@ -78,21 +102,46 @@ class PackedWeight:
         return self._dtype
 
     @property
+    def weight_dtype(self) -> str:
+        return _NAMES[self._panels.dtype]
+
+    @property
     def nbytes(self) -> int:
         return self._panels.nbytes
 
+    def dequantize(self) -> Array:
+        """The matrix (K, N) that products with the weight are products with, a new array.
+
+        Returns
+        -------
+        array (K, N)
+            float32, or float64 where the matrix was.
+
+        Examples
+        --------
+        >>> import numpy as np, qkv_ext
+        >>> w = qkv_ext.pack_weight(np.float32([[1, 1 / 3]]), dtype="bfloat16")
+        >>> w.dequantize()
+        array([[1.       , 0.3339844]], dtype=float32)
+        """
+        k, n = self.shape
+        matrix = np.empty((k, n), compute_dtype(self.dtype))
+        for index, panel in enumerate(self.panels):
+            columns = matrix[:, index * PANEL : (index + 1) * PANEL]
+            columns[:] = wide(panel)[:, : columns.shape[1]]
+        return matrix
+
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype})"
+        kept = "" if self.weight_dtype == self.dtype.name else f", weight_dtype={self.weight_dtype}"
+        return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype}{kept})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        k, n = self.shape
-        matrix = self.panels.transpose(1, 0, 2).reshape(k, len(self.panels) * PANEL)[:, :n]
         state = _copies.added_state(self, PackedWeight)
-        return _copies.reduced(self.from_matrix, (matrix.astype(self.dtype),), state)
+        return _copies.reduced(self._restored, (self.panels, self.shape[1], self.dtype), state)
 
 
 def side_by_side(parts: Sequence[PackedWeight]) -> PackedWeight:
-    """Weights of one K and dtype as one, panel after panel; ``split`` gives them back."""
+    """Weights of one K and both dtypes as one, panel after panel; ``split`` gives them back."""
     first = parts[0].panels
     panels = _zeros(sum(len(part.panels) for part in parts), first.shape[1], first.dtype)
     np.concatenate([part.panels for part in parts], out=panels)

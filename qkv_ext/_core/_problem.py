@@ -132,7 +132,7 @@ class Product(NamedTuple):
     """
 
     a: Array  # (..., M, K)
-    b: Array  # (..., K, N), or panels (P, K, 64)
+    b: Array  # (..., K, N), or panels (P, K, 64) of a PackedWeight, as it keeps them
     packed: bool
     bias: Array | None  # (N,)
     out: Array  # (..., M, N)

@@ -61,6 +61,18 @@ def _weight(w: Any, name: str) -> Any:
     return w if isinstance(w, PackedWeight) else _check.matrix(w, name)
 
 
+def packed(w: Any, weight_dtype: Any, name: str) -> PackedWeight:
+    """A checked weight as it is, or packed and kept as that."""
+    if not isinstance(w, PackedWeight):
+        return _check.packed(w, weight_dtype, name, "weight_dtype")
+    if weight_dtype is not None:
+        raise ValueError(
+            f"{name} is a PackedWeight of {w.weight_dtype} already, and weight_dtype is "
+            f"{shown(weight_dtype)}; expected an array, or no weight_dtype"
+        )
+    return w
+
+
 def projections(
     w_q: Any, w_k: Any, w_v: Any, w_o: Any, b_q: Any, b_k: Any, b_v: Any, b_o: Any,
     num_heads: int, num_kv_heads: int | None, *, one_context: bool = True, q_norm: Any = None,
