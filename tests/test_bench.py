@@ -164,7 +164,7 @@ def test_chosen():
     assert {name for case in two for name in case.sets} == {"gemm", "softmax"}
     quick = cases.chosen(quick=True)
     assert {name for case in quick for name in case.sets} == set(cases.SETS)
-    assert len(quick) < 15
+    assert len(quick) <= len(cases.SETS) + 3  # in under two minutes
     with pytest.raises(ValueError, match=r"--set is a list of encoder, .*; got 'encoders'"):
         cases.chosen("encoders")
 
