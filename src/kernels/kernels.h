@@ -69,8 +69,16 @@ static const qkv_kind qkv_storage[] = {
 };
 #undef STORAGE
 
-/* The bytes of so many numbers of a kind, which fill whole ones; and how many numbers are in them. */
-static inline ptrdiff_t qkv_bytes(int kind, ptrdiff_t n) { return n * qkv_storage[kind].bits / 8; }
+/* The bytes of n numbers of so many bits, which fill whole ones.  n bits / 8 would be divided in inner
+   loops: Python's compilers let integers wrap (-fwrapv), so that 8 / 8 does not cancel. */
+static inline ptrdiff_t qkv_bytes_of(int bits, ptrdiff_t n) {
+    return bits < 8 ? n * bits / 8 : n * (bits / 8);
+}
+
+/* The same for a kind; and how many numbers are in them. */
+static inline ptrdiff_t qkv_bytes(int kind, ptrdiff_t n) {
+    return qkv_bytes_of(qkv_storage[kind].bits, n);
+}
 static inline ptrdiff_t qkv_numbers(int kind, ptrdiff_t bytes) {
     return bytes * 8 / qkv_storage[kind].bits;
 }

@@ -174,7 +174,7 @@ static void product(const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb
 static ALWAYS_INLINE vec v_stored(const int kind, const void *x, ptrdiff_t i) {
     if (kind == QKV_FLOAT32) return v_load((const float *)x + i);
 #define STORAGE(NAME, name, bits, scaled, load, store)                                             \
-    if (kind == QKV_##NAME) return load((const void *)((const char *)x + i * (bits) / 8));
+    if (kind == QKV_##NAME) return load((const void *)((const char *)x + qkv_bytes_of(bits, i)));
 #include "storage.def"
 #undef STORAGE
     return v_zero(); /* there is no such kind */
