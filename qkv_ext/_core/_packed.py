@@ -8,7 +8,7 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 
 from qkv_ext._core import _copies
-from qkv_ext._core._arrays import FLOAT64, Array, compute_dtype
+from qkv_ext._core._arrays import FLOAT32, FLOAT64, Array, compute_dtype
 from qkv_ext._core._storage import ENTRIES, encode, widen
 
 PANEL = 64  #: columns of a panel; PANEL of src/kernels/kernels.h
@@ -27,9 +27,8 @@ def _zeros(count: int, k: int, dtype: np.dtype[Any]) -> Array:
 
 def wide(panels: Array) -> Array:
     """The numbers of panels, as what computes takes them: float32 or float64."""
-    if panels.dtype == compute_dtype(panels.dtype) and panels.dtype != ENTRIES["bfloat16"]:
-        return panels
-    return widen(panels, None, _NAMES[panels.dtype])
+    plain = panels.dtype in (FLOAT32, FLOAT64)
+    return panels if plain else widen(panels, None, _NAMES[panels.dtype])
 
 
 class PackedWeight:

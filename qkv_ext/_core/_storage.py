@@ -1,4 +1,4 @@
-"""The storage types of a KVCache: rows of numbers into them, and back to float32.
+"""The storage types of a KVCache and of weights: numbers into them, and back to float32.
 
     float32     as given, or widened from 16 bits, exactly
     float16     rounded to nearest even, once; beyond 65504 infinite
