@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
+from bench.caches import STORAGE
 from bench.kinds import Product
 
 ROTATED = 512 * 2**20  #: bytes of weights that take turns, as the layers of a model do
-BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +26,16 @@ class Stored(Product):
     @property
     def count(self) -> int:
         """How many weights take turns; a test's small ones need not be many."""
-        bytes_of_one = self.read
-        return int(-(-ROTATED // bytes_of_one)) if bytes_of_one > 2**20 else 2
+        return math.ceil(ROTATED / self.read) if self.read > 2**20 else 2
 
     @property
     def read(self) -> float:
-        return BYTES[self.weight_dtype] * float(self.shape[1] * self.shape[2])
+        return STORAGE[self.weight_dtype] * float(self.shape[1] * self.shape[2])
+
+    @property
+    def moved(self) -> float:
+        m, k, n = self.shape
+        return self.read + 4.0 * m * (k + n)
 
     @property
     def bound(self) -> Literal["fma", "read"] | None:

@@ -135,8 +135,8 @@ def linear_projection(
     Notes
     -----
     Numerics are those of ``matmul``; bias, activation and residual follow on the sums, in this
-    order, while they are in the first cache.  A packed weight gives the same bits as the array it
-    was made of.  float16 and bfloat16 are rounded once, at the end.
+    order, while they are in the first cache.  A packed weight gives the same bits as the array that
+    it keeps, ``PackedWeight.dequantize()``.  float16 and bfloat16 are rounded once, at the end.
 
     With an activation the error rule is that of the plain formula: the largest error is at most
     twice that of the float32 product with the activation of it, in the farthest order of its sums,
@@ -181,9 +181,9 @@ def pack_weight(w: ArrayLike, *, dtype: WeightDtype | None = None) -> PackedWeig
     w : array (d_in, d_out)
         float32, float16 or bfloat16, or float64 for the NumPy backend.  It is copied.
     dtype : {"float32", "float16", "bfloat16"}, optional
-        What its numbers are kept as, that of w by default.  16 bits take half the memory, and half
-        the time where few rows are multiplied: a decode step reads every weight once.  bfloat16
-        does not need ml_dtypes.
+        What its numbers are kept as, that of w by default.  16 bits take half the memory, and
+        little more than half the time where few rows are multiplied: a decode step reads every
+        weight once.  bfloat16 does not need ml_dtypes.
 
     Returns
     -------
@@ -199,9 +199,10 @@ def pack_weight(w: ArrayLike, *, dtype: WeightDtype | None = None) -> PackedWeig
 
     Notes
     -----
-    float32 is rounded to nearest even, once: by at most 2^-11 of a number in float16, infinite
-    beyond 65504, and 2^-9 in bfloat16.  All arithmetic is in float32, so that a product has the
-    bits of one with ``PackedWeight.dequantize()``, for every number of rows.
+    float32 is rounded to nearest even, once: by at most 2^-8 of a number in bfloat16, and 2^-11 in
+    float16 (2^-25 below 2^-14), which is infinite from 65520 on.  All arithmetic is in float32: on
+    compiled backends a product has the bits of one with ``PackedWeight.dequantize()``, for every
+    number of rows.
 
     Examples
     --------

@@ -129,7 +129,7 @@ class MultiHeadAttention:
             part: w if w is None else _weights.packed(w, weight_dtype, f"w_{part}")
             for part, w in layer.weights.items()
         }
-        own = not any(layer.weights[part] is packed[part] for part in "qkv")
+        own = not any(layer.weights[part] is packed[part] for part in "qkv")  # packed here
         layer = layer._replace(weights=packed)
         if own and len({packed[part].shape[0] for part in "qkv"}) == 1:
             layer = _weights.joined(layer)
@@ -325,7 +325,8 @@ class MultiHeadAttention:
         Returns
         -------
         MultiHeadAttention
-            Of float32: float16 and bfloat16 weights are converted, but kept as weight_dtype is.
+            Of float32, to which float16 and bfloat16 weights are converted, once; weight_dtype
+            says what they are kept as.
 
         Raises
         ------

@@ -51,7 +51,8 @@ cdef enum:
     BLOCK = 192          # rows of a that meet all panels of a task before the next do
     STRIP = 48           # of them, whose results are in the first cache when they are ended
     PACK_ROWS = 16       # from here on packing a panel of b pays
-    FEW_AT_MEMORY = 8    # up to which what a product waits for is a panel that comes from memory
+    FEW_AT_MEMORY = 8    # up to which what a product waits for is a panel that comes from memory,
+    IN_CACHE = 1 << 20   # unless the weight has no more than so many bytes
     COLUMNS = 16384      # of b, read in place, between two looks at the signals
     SMALL_WORK = 100000  # multiplications below which no other thread is woken up
 
@@ -200,7 +201,8 @@ cdef int run(Call *call, Py_ssize_t items, int threads) except -1:
     if work < SMALL_WORK:
         threads = 1
     if call.packed:
-        call.few = call.M <= FEW_AT_MEMORY
+        call.few = call.M <= FEW_AT_MEMORY and (
+            call.kind != QKV_FLOAT32 or qkv_bytes(call.kind, call.K) * call.N > IN_CACHE)
         call.pack = not call.few and call.kind != QKV_FLOAT32
     else:
         call.pack = call.M >= PACK_ROWS

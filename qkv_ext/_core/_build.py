@@ -51,7 +51,6 @@ OWN = {  # beside src/<module>.pyx
 }
 CONTRACT = (
     "_cache/_pages.py",
-    "_core/_storage.py",
     "_cache/_store.py",
     "_core/_arrays.py",
     "_core/_backends.py",
@@ -59,6 +58,7 @@ CONTRACT = (
     "_core/_packed.py",
     "_core/_problem.py",
     "_core/_rules.py",
+    "_core/_storage.py",
     "merge.py",
     "norm.py",
     "rotary.py",

@@ -180,14 +180,20 @@ static ALWAYS_INLINE vec v_stored(const int kind, const void *x, ptrdiff_t i) {
     return v_zero(); /* there is no such kind */
 }
 
-/* product_tile with b in storage: the same operations on the same numbers. */
+/* product_tile with b in storage: the same operations on the same numbers.  asks for rows of b ahead,
+   where they come from memory. */
 static ALWAYS_INLINE void stored_tile(const int kind, const float *a, ptrdiff_t lda, const void *b,
                                       ptrdiff_t ldb, float *c, ptrdiff_t ldc, const float *beta,
-                                      ptrdiff_t k, ptrdiff_t last, const int rows, const int vecs) {
-    vec acc[ROWS][VECS], right[VECS];
+                                      ptrdiff_t k, ptrdiff_t last, int asks, const int rows,
+                                      const int vecs) {
+    enum { AHEAD_BYTES = 2048 };
+    vec acc[ROWS][WIDE], right[WIDE];
     UNROLL for (int i = 0; i < rows; i++)
         UNROLL for (int j = 0; j < vecs; j++) acc[i][j] = v_zero();
     for (ptrdiff_t t = 0; t < k; t++) {
+        if (asks)
+            for (ptrdiff_t line = 0; line < qkv_bytes(kind, ldb); line += 64)
+                QKV_PREFETCH((const char *)b + qkv_bytes(kind, t * ldb) + AHEAD_BYTES + line, 3);
         UNROLL for (int j = 0; j < vecs; j++) right[j] = v_stored(kind, b, t * ldb + j * VL);
         UNROLL for (int i = 0; i < rows; i++) {
             vec left = v_set1(a[i * lda + t]);
@@ -211,7 +217,7 @@ typedef void stored_fn(const float *a, ptrdiff_t lda, const void *b, ptrdiff_t l
     static void name##_##rows##x##vecs(const float *a, ptrdiff_t lda, const void *b,               \
                                        ptrdiff_t ldb, float *c, ptrdiff_t ldc, const float *beta,  \
                                        ptrdiff_t k, ptrdiff_t last) {                              \
-        stored_tile(kind, a, lda, b, ldb, c, ldc, beta, k, last, rows, vecs);                      \
+        stored_tile(kind, a, lda, b, ldb, c, ldc, beta, k, last, 0, rows, vecs);                   \
     }
 #define STORED_ROWS(name, kind, vecs)                                                              \
     STORED(name, kind, 1, vecs) STORED(name, kind, 2, vecs) STORED(name, kind, 3, vecs)            \
@@ -253,64 +259,30 @@ static void product_stored(int kind, const float *a, ptrdiff_t lda, const void *
 
 /* ---- few rows by a panel ---------------------------------------------------------------------- */
 
-enum {
-    PANEL_VECS = MIN(PANEL / VL, WIDE), /* of one row's tile */
-    PANEL_AHEAD = 2048,                 /* bytes from what is read to what is asked for */
-};
-
-/* What of product_tile's operations is for so many vectors, of which n columns are stored; asks for
-   what comes next where nobody else has read it. */
-static ALWAYS_INLINE void panel_tile(const int kind, const float *a, ptrdiff_t lda, const char *b,
-                                     float *c, ptrdiff_t ldc, const float *beta, ptrdiff_t n,
-                                     ptrdiff_t k, int asks, const int rows, const int vecs) {
-    const ptrdiff_t step = qkv_bytes(kind, PANEL);
-    vec acc[4][WIDE], right[WIDE];
-    UNROLL for (int i = 0; i < rows; i++)
-        UNROLL for (int j = 0; j < vecs; j++) acc[i][j] = v_zero();
-    for (ptrdiff_t t = 0; t < k; t++, b += step) {
-        if (asks)
-            for (ptrdiff_t line = 0; line < step; line += 64) QKV_PREFETCH(b + PANEL_AHEAD + line, 3);
-        UNROLL for (int j = 0; j < vecs; j++) right[j] = v_stored(kind, b, j * VL);
-        UNROLL for (int i = 0; i < rows; i++) {
-            vec left = v_set1(a[i * lda + t]);
-            UNROLL for (int j = 0; j < vecs; j++) acc[i][j] = v_fma(left, right[j], acc[i][j]);
-        }
-    }
-    UNROLL for (int i = 0; i < rows; i++)
-        UNROLL for (int j = 0; j < vecs; j++) {
-            float *to = c + i * ldc + j * VL;
-            ptrdiff_t cols = MAX(0, MIN(VL, n - j * VL));
-            vec value = acc[i][j];
-            if (beta) value = v_fma(v_set1(beta[i]), v_load_n(to, cols), value);
-            v_store_n(to, value, cols);
-        }
-}
-
-/* The rows that the registers hold, tile by tile: 4, 2 or 1 by what the vectors of a panel leave. */
+/* rows rows, in tiles as wide as the registers take; only the first one asks. */
 static ALWAYS_INLINE void panel_rows(const int kind, const float *a, ptrdiff_t lda, const char *b,
                                      float *c, ptrdiff_t ldc, const float *beta, ptrdiff_t n,
                                      ptrdiff_t k, int asks, const int rows) {
-    enum { TWO = MIN(PANEL_VECS, 4), FOUR = MIN(PANEL_VECS, VECS) };
-    const int vecs = rows == 4 ? FOUR : rows == 2 ? TWO : PANEL_VECS;
-    for (ptrdiff_t j = 0; j < n; j += vecs * VL, asks = 0)
-        panel_tile(kind, a, lda, b + qkv_bytes(kind, j), c + j, ldc, beta, n - j, k, asks, rows,
-                   vecs);
+    const int most = MIN(PANEL / VL, WIDE);
+    const int vecs = rows == 4 ? MIN(most, VECS) : rows == 2 ? MIN(most, 4) : most;
+    ptrdiff_t j = 0;
+    for (; j + vecs * VL <= n; j += vecs * VL, asks = 0)
+        stored_tile(kind, a, lda, b + qkv_bytes(kind, j), PANEL, c + j, ldc, beta, k, VL, asks,
+                    rows, vecs);
+    for (; j < n; j += VL, asks = 0)
+        stored_tile(kind, a, lda, b + qkv_bytes(kind, j), PANEL, c + j, ldc, beta, k,
+                    MIN(VL, n - j), asks, rows, 1);
 }
 
 static ALWAYS_INLINE void panel_of_kind(const int kind, const float *a, ptrdiff_t lda,
                                         const char *b, float *c, ptrdiff_t ldc, const float *beta,
                                         ptrdiff_t m, ptrdiff_t n, ptrdiff_t k) {
+#define ROWS_FROM(i) a + (i)*lda, lda, b, c + (i)*ldc, ldc, beta ? beta + (i) : NULL, n, k, (i) == 0
     ptrdiff_t i = 0;
-    int asks = 1;
-    for (; i + 4 <= m; i += 4, asks = 0)
-        panel_rows(kind, a + i * lda, lda, b, c + i * ldc, ldc, beta ? beta + i : NULL, n, k, asks,
-                   4);
-    for (; i + 2 <= m; i += 2, asks = 0)
-        panel_rows(kind, a + i * lda, lda, b, c + i * ldc, ldc, beta ? beta + i : NULL, n, k, asks,
-                   2);
-    if (i < m)
-        panel_rows(kind, a + i * lda, lda, b, c + i * ldc, ldc, beta ? beta + i : NULL, n, k, asks,
-                   1);
+    for (; i + 4 <= m; i += 4) panel_rows(kind, ROWS_FROM(i), 4);
+    for (; i + 2 <= m; i += 2) panel_rows(kind, ROWS_FROM(i), 2);
+    if (i < m) panel_rows(kind, ROWS_FROM(i), 1);
+#undef ROWS_FROM
 }
 
 static void product_panel(int kind, const float *a, ptrdiff_t lda, const void *b, float *c,

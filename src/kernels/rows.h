@@ -76,15 +76,15 @@ static void weights(const float *x, float max, float factor, float *y, ptrdiff_t
     if (j < n) v_store_n(y + j, v_mul(f, v_exp(v_sub(v_load_n(x + j, n - j), top))), n - j);
 }
 
-static ALWAYS_INLINE void widen_rows(const int kind, const ptrdiff_t bits, const void *x,
-                                     ptrdiff_t ldx, float *y, ptrdiff_t m, ptrdiff_t n) {
+static ALWAYS_INLINE void widen_rows(const int kind, const int bits, const void *x, ptrdiff_t ldx,
+                                     float *y, ptrdiff_t m, ptrdiff_t n) {
     const ptrdiff_t whole = n / VL * VL, rest = n - whole;
     for (ptrdiff_t i = 0; i < m; i++, y += n) {
-        const char *row = (const char *)x + i * ldx * bits / 8;
+        const char *row = (const char *)x + qkv_bytes_of(bits, i * ldx);
         for (ptrdiff_t j = 0; j < whole; j += VL) v_store(y + j, v_stored(kind, row, j));
         if (rest) {
             uint16_t edge[VL] = {0};
-            memcpy(edge, row + whole * bits / 8, (size_t)((rest * bits + 7) / 8));
+            memcpy(edge, row + qkv_bytes_of(bits, whole), (size_t)((rest * bits + 7) / 8));
             v_store_n(y + whole, v_stored(kind, edge, 0), rest);
         }
     }

@@ -75,24 +75,32 @@ static void *any_stored(int kind, ptrdiff_t rows, ptrdiff_t cols, ptrdiff_t ld) 
     return x;
 }
 
-/* The bits of a product with what widen makes of b. */
-static void check_product_stored(isa *ops, isa *scalar) {
-    ptrdiff_t m = size_between(1, 9), n = size_between(1, 70), k = size_between(0, 260);
-    ptrdiff_t lda = k + between(0, 9), ldb = n + between(0, 20), ldc = n + between(0, 20);
-    int kind = any_storage();
+/* The bits of a product with what widen makes of b; a panel may be of floats, too. */
+static void check_storage(isa *ops, int panel) {
+    ptrdiff_t m = size_between(1, 9), n = size_between(1, panel ? PANEL : 70);
+    ptrdiff_t k = size_between(0, 260), lda = k + between(0, 9), ldc = n + between(0, 20);
+    ptrdiff_t ldb = panel ? PANEL : n + between(0, 20), cols = panel ? PANEL : n;
+    int kind = panel ? (int)between(QKV_FLOAT32, QKV_KINDS - 1) : any_storage();
     float *a = floats(m, k, lda), *beta = floats(1, m, m), *c = floats(m, n, ldc);
-    float *before, *expected, *wide = floats(k, n, n);
-    void *b = any_stored(kind, k, n, ldb);
-    (void)scalar;
+    float *before, *expected, *wide = floats(k, cols, cols);
+    void *b = wide;
     fill(a, m, k, lda, PLAIN);
     fill(c, m, n, ldc, INTEGERS);
     fill(beta, 1, m, m, PLAIN);
     if (one_in(2)) beta = NULL;
     before = copy_of(c, m, n, ldc);
     expected = copy_of(c, m, n, ldc);
-    ops->widen(kind, b, ldb, wide, k, n);
-    ops->product(a, lda, wide, n, expected, ldc, beta, m, n, k);
-    ops->product_stored(kind, a, lda, b, ldb, c, ldc, beta, m, n, k);
+    if (kind == QKV_FLOAT32) {
+        fill(wide, k, cols, cols, PLAIN);
+    } else {
+        b = any_stored(kind, k, cols, ldb);
+        ops->widen(kind, b, ldb, wide, k, cols);
+    }
+    ops->product(a, lda, wide, cols, expected, ldc, beta, m, n, k);
+    if (panel)
+        ops->product_panel(kind, a, lda, b, c, ldc, beta, m, n, k);
+    else
+        ops->product_stored(kind, a, lda, b, ldb, c, ldc, beta, m, n, k);
     check_gaps(c, before, m, n, ldc);
     for (ptrdiff_t i = 0; i < m; i++)
         for (ptrdiff_t j = 0; j < n; j++)
@@ -101,35 +109,14 @@ static void check_product_stored(isa *ops, isa *scalar) {
                      expected[i * ldc + j], kind, m, n, k);
 }
 
-/* The bits of a product, for any kind and any number of rows. */
-static void check_product_panel(isa *ops, isa *scalar) {
-    ptrdiff_t m = size_between(1, 9), n = size_between(1, PANEL), k = size_between(0, 260);
-    ptrdiff_t lda = k + between(0, 9), ldc = n + between(0, 20);
-    int kind = (int)between(QKV_FLOAT32, QKV_KINDS - 1);
-    float *a = floats(m, k, lda), *beta = floats(1, m, m), *c = floats(m, n, ldc);
-    float *before, *expected, *wide = floats(k, PANEL, PANEL);
-    void *b = wide;
+static void check_product_stored(isa *ops, isa *scalar) {
     (void)scalar;
-    fill(a, m, k, lda, PLAIN);
-    fill(c, m, n, ldc, INTEGERS);
-    fill(beta, 1, m, m, PLAIN);
-    if (one_in(2)) beta = NULL;
-    before = copy_of(c, m, n, ldc);
-    expected = copy_of(c, m, n, ldc);
-    if (kind == QKV_FLOAT32) {
-        fill(wide, k, PANEL, PANEL, PLAIN);
-    } else {
-        b = any_stored(kind, k, PANEL, PANEL);
-        ops->widen(kind, b, PANEL, wide, k, PANEL);
-    }
-    ops->product(a, lda, wide, PANEL, expected, ldc, beta, m, n, k);
-    ops->product_panel(kind, a, lda, b, c, ldc, beta, m, n, k);
-    check_gaps(c, before, m, n, ldc);
-    for (ptrdiff_t i = 0; i < m; i++)
-        for (ptrdiff_t j = 0; j < n; j++)
-            if (!same(c[i * ldc + j], expected[i * ldc + j]))
-                fail("c[%td, %td] is %a, not %a: kind %d m %td n %td k %td", i, j, c[i * ldc + j],
-                     expected[i * ldc + j], kind, m, n, k);
+    check_storage(ops, 0);
+}
+
+static void check_product_panel(isa *ops, isa *scalar) {
+    (void)scalar;
+    check_storage(ops, 1);
 }
 
 static void check_dots(isa *ops, isa *scalar) {
